@@ -1,0 +1,188 @@
+"""What is hung onto the user's Parameters and modules; each hook body is one call.
+
+Hooks hold the runtime weakly, so a model does not keep a dropped optimizer alive, and a copied or pickled model gets
+hooks that do nothing: a copy must never start a collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from freehold.runtime.gatherer import WeightGatherer
+from freehold.runtime.params import ManagedParam
+from freehold.runtime.reducer import GradientReducer
+
+__all__ = ["HookSet", "is_compiled"]
+
+
+class _CopySafeHook:
+    """A module hook that acts for the one module it was made for, and is inert in copies and pickles."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def serves(self, module: nn.Module) -> bool:
+        return self._module() is module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CopySafeHook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_InertHook, ())
+
+
+class _InertHook:
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+class _WaitForWeights(_CopySafeHook):
+    """Forward pre-hook of a module that owns params: wait for the buckets that hold them."""
+
+    def __init__(self, module: nn.Module, gatherer: WeightGatherer, buckets: tuple[int, ...]) -> None:
+        super().__init__(module)
+        self._gatherer = weakref.ref(gatherer)
+        self._buckets = buckets
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        gatherer = self._gatherer()
+        if gatherer is not None and gatherer.busy and self.serves(module):
+            gatherer.wait(self._buckets)
+
+
+class _WaitForAll(_CopySafeHook):
+    """State-dict pre-hook of the model, and forward hook of its end: every weight is current from here on."""
+
+    def __init__(self, module: nn.Module, gatherer: WeightGatherer) -> None:
+        super().__init__(module)
+        self._gatherer = weakref.ref(gatherer)
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        gatherer = self._gatherer()
+        if gatherer is not None and self.serves(module):
+            gatherer.wait_all()
+
+
+class _WatchOutputs(_CopySafeHook):
+    """Forward hook of the model: learn when a backward through its outputs begins."""
+
+    def __init__(self, module: nn.Module, reducer: GradientReducer) -> None:
+        super().__init__(module)
+        self._reducer = weakref.ref(reducer)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and self.serves(module):
+            watch = _BackwardBegins(self._reducer)
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(watch)
+
+
+class _BackwardBegins:
+    def __init__(self, reducer: weakref.ref[GradientReducer]) -> None:
+        self._reducer = reducer
+
+    def __call__(self, grad: Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.watch_backward()
+
+
+class _BeforeAccumulate:
+    """Tensor hook of a Parameter."""
+
+    def __init__(self, reducer: GradientReducer, param: ManagedParam) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._param = weakref.ref(param)
+
+    def __call__(self, grad: Tensor) -> None:
+        reducer, param = self._reducer(), self._param()
+        if reducer is not None and param is not None:
+            reducer.before_accumulate(param)
+
+
+class _AfterAccumulate(_BeforeAccumulate):
+    """Post-accumulate hook of a Parameter."""
+
+    def __call__(self, grad: Tensor) -> None:
+        reducer, param = self._reducer(), self._param()
+        if reducer is not None and param is not None:
+            reducer.after_accumulate(param)
+
+
+class HookSet:
+    """All hooks of one optimizer, to be removed together.
+
+    Args:
+        module: The model, or ``None`` if only its params are known.
+        params: The managed params.
+        reducer: Told of gradients.
+        gatherer: Asked for weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        params: list[ManagedParam],
+        reducer: GradientReducer,
+        gatherer: WeightGatherer,
+    ) -> None:
+        self._handles: list[Any] = []
+        for p in params:
+            self._handles.append(p.param.register_hook(_BeforeAccumulate(reducer, p)))
+            self._handles.append(p.param.register_post_accumulate_grad_hook(_AfterAccumulate(reducer, p)))
+        if module is not None:
+            self._hook_module(module, params, reducer, gatherer)
+
+    def _hook_module(
+        self,
+        module: nn.Module,
+        params: list[ManagedParam],
+        reducer: GradientReducer,
+        gatherer: WeightGatherer,
+    ) -> None:
+        bucket_of = {id(p.param): p.bucket for p in params}
+        for child in module.modules():
+            buckets = {bucket_of[id(q)] for q in child.parameters(recurse=False) if id(q) in bucket_of}
+            if buckets:
+                hook = _WaitForWeights(child, gatherer, tuple(sorted(buckets, reverse=True)))
+                self._handles.append(child.register_forward_pre_hook(hook, prepend=True))
+        self._handles.append(module.register_state_dict_pre_hook(_WaitForAll(module, gatherer)))
+        self._handles.append(module.register_forward_hook(_WatchOutputs(module, reducer)))
+
+    def remove(self) -> None:
+        """Take every hook off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether any part of the model runs as compiled or scripted code, which reads weights out of our sight."""
+    return any(
+        isinstance(child, torch.jit.ScriptModule)
+        or child._compiled_call_impl is not None
+        or "OptimizedModule" in (base.__name__ for base in type(child).__mro__)
+        for child in module.modules()
+    )
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a model returned: nested tuples, lists, mappings and dataclasses alike."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    children: Any = ()
+    if isinstance(output, dict):
+        children = output.values()
+    elif isinstance(output, (tuple, list)):
+        children = output
+    elif "__dataclass_fields__" in dir(type(output)):
+        children = vars(output).values()
+    for child in children:
+        yield from _tensors(child)

@@ -1,0 +1,75 @@
+"""The norm of the averaged gradients, one number with the same bits on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from freehold.errors import PlanError, PlanTypeError
+from freehold.runtime.buffers import BucketBuffers
+from freehold.runtime.comm import Comm
+
+__all__ = ["all_finite", "check_norm_arguments", "global_norm", "nonfinite_names", "scale_gradients"]
+
+# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6.
+_CLIP_EPS = 1e-6
+
+
+def check_norm_arguments(max_norm: object, norm_type: object) -> None:
+    """Refuse what is no norm.
+
+    Raises:
+        PlanTypeError: Not a number.
+        PlanError: Negative or NaN.
+    """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise PlanTypeError(f"{name} must be a number, got {value!r}")
+        if math.isnan(value) or value < 0 or (name == "norm_type" and value == 0):
+            raise PlanError(f"{name} must be {'above' if name == 'norm_type' else 'at least'} 0, got {value}")
+
+
+def global_norm(buckets: Sequence[BucketBuffers], norm_type: float, comm: Comm) -> Tensor:
+    """The ``norm_type``-norm over all owned gradients of all ranks, a 0-d tensor; unused params count 0.
+
+    Every rank adds the same partial sums in the same order, so the bits agree. A param's own sum is taken as torch takes it,
+    slot by slot in the reduction dtype; the sums are added in float64.
+    """
+    norms = [
+        torch.linalg.vector_norm(b.memory.own_grads[slot.offset : slot.offset + slot.numel], norm_type)
+        for b in buckets
+        for slot in b.owned
+    ]
+    local = torch.stack([n.double() for n in norms]).cpu() if norms else torch.zeros(1, dtype=torch.float64)
+    partial = torch.linalg.vector_norm(local, norm_type).reshape(1)
+    total = torch.linalg.vector_norm(comm.exchange(partial).flatten(), norm_type)
+    first = buckets[0].memory.grads
+    return total.to(dtype=torch.float64 if first.dtype == torch.float64 else torch.float32, device=first.device)
+
+
+def scale_gradients(buckets: Sequence[BucketBuffers], norm: Tensor, max_norm: float) -> None:
+    """Multiply the owned gradients by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    coefficient = torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0)
+    for bucket in buckets:
+        bucket.memory.own_grads.mul_(coefficient.to(bucket.memory.own_grads.dtype))
+
+
+def all_finite(buckets: Sequence[BucketBuffers], comm: Comm) -> bool:
+    """Whether every gradient that any rank owns is finite; the same answer everywhere."""
+    # The maximum norm is one pass without a temporary, and inf and NaN come through it.
+    peaks = [torch.linalg.vector_norm(b.memory.own_grads, math.inf) for b in buckets if b.owned]
+    bad = bool(peaks) and not bool(torch.isfinite(torch.stack([p.float() for p in peaks])).all())
+    return int(comm.max_(torch.tensor([bad], dtype=torch.uint8))) == 0
+
+
+def nonfinite_names(buckets: Sequence[BucketBuffers]) -> list[str]:
+    """The params whose owned gradient holds inf or NaN on this rank."""
+    return [
+        slot.name
+        for b in buckets
+        for slot in b.owned
+        if not bool(torch.isfinite(b.memory.own_grads[slot.offset : slot.offset + slot.numel]).all())
+    ]

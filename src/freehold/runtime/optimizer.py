@@ -1,0 +1,356 @@
+"""``LayerwiseOptimizer``: train with whole-matrix optimizers, the work and the state shared out over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from freehold.errors import (
+    LifecycleError,
+    NonFiniteGradientError,
+    PlanTypeError,
+    UnsupportedError,
+)
+from freehold.plan import Layout, Policy
+from freehold.rules import Rule
+from freehold.runtime import norms
+from freehold.runtime.buffers import BucketBuffers
+from freehold.runtime.comm import make_comm
+from freehold.runtime.consensus import Settled, StepConsensus
+from freehold.runtime.describe import MemoryReport, describe, measure_memory
+from freehold.runtime.gatherer import WeightGatherer
+from freehold.runtime.guard import StaleReadGuard
+from freehold.runtime.hooks import HookSet, is_compiled
+from freehold.runtime.log import FlightLog
+from freehold.runtime.params import ManagedParam
+from freehold.runtime.reducer import GradientReducer
+from freehold.runtime.registry import claim, next_stripe, release
+from freehold.runtime.routing import Group
+from freehold.runtime.setup import Options, agreed_blueprint, build, resolve_group
+from freehold.runtime.update import refresh_masters, update_bucket
+
+__all__ = ["LayerwiseOptimizer"]
+
+_OPERATIONS = {"step": 1, "clip_grad_norm_": 2}
+
+
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` in which every matrix is owned outright by one rank.
+
+    Gradients are averaged over the group bucket by bucket while backward runs; each rank updates only what it owns; new
+    weights are gathered while the next forward runs. It replaces ``DistributedDataParallel`` and the optimizer together::
+
+        opt = LayerwiseOptimizer(model, matrix=Muon(lr=0.02), elementwise=AdamW(lr=3e-4))
+        loss.backward(); opt.clip_grad_norm_(1.0); opt.step(); opt.zero_grad()
+
+    Making one, ``step``, ``clip_grad_norm_`` and ``close`` are collective: every rank of the group calls them. All ranks
+    start from the weights and buffers of group rank 0. The model's params become views of flat buffers: write
+    to them in place (``p.copy_``, ``load_state_dict``), not by assigning ``p.data``.
+
+    Once gradients have been reduced, ``p.grad`` is a placeholder of NaNs without memory: the averaged gradient of a matrix
+    exists on its owner only. ``reduced_grads()`` shows those of this rank. Between ``step`` and the next forward some weights
+    may still be on their way; whatever reads them in this thread waits for them first (``synchronize()`` waits for all,
+    and is what another thread must call).
+
+    Args:
+        model_or_named_params: The model, or ``model.named_parameters()``. With a model, gathers overlap with forward;
+            without, ``step`` finishes them itself.
+        matrix: The rule for whole matrices, or ``None`` if there are to be none.
+        elementwise: The rule for all else, or ``None`` if there is to be nothing else.
+        groups: Options and routing by qualified name; the first that matches wins. Each becomes a param group.
+        process_group: The data-parallel group. Default: WORLD if torch.distributed is initialised, else this process alone.
+        bucket_numel: Soft minimum of a bucket's elements: a number, ``None`` for one bucket, or ``"default"``.
+        policy: How buckets are laid out: a name of ``freehold.plan.policy_names()``, or a callable.
+        reduce_dtype: Dtype in which gradients are accumulated and summed (float64 for float64 params).
+        overlap: Gather weights during the next forward; if false, ``step`` returns with all weights current.
+        on_nonfinite: What ``step`` does about inf or NaN in a gradient, on all ranks alike: ``"raise"``, or ``"skip"``
+            the step with a warning. Either way nothing is updated.
+
+    Attributes:
+        layout: The plan, a ``freehold.plan.Layout``.
+        num_skipped_steps: Steps skipped for non-finite gradients.
+
+    Raises:
+        RoutingError: A pattern that matches nothing, no matrix although ``matrix`` was given, duplicate params.
+        PlanError, PlanTypeError: An argument out of range or of the wrong type.
+        UnsupportedError: Params on meta, empty, sparse, complex or on several devices.
+        ConsistencyError: The ranks' models or arguments differ. Whatever one rank refuses, all refuse.
+        LifecycleError: The params have such an optimizer already, or this rank is not in the group.
+
+    Example:
+        >>> import torch, freehold
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        >>> opt = freehold.LayerwiseOptimizer(model, matrix=freehold.Muon(lr=0.02), elementwise=freehold.AdamW())
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> opt.step()
+        >>> opt.zero_grad()
+        >>> opt.close()
+    """
+
+    def __init__(
+        self,
+        model_or_named_params: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        *,
+        matrix: Rule | None,
+        elementwise: Rule | None,
+        groups: Sequence[Group] | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        bucket_numel: int | str | None = "default",
+        policy: str | Policy = "ns_cost",
+        reduce_dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        on_nonfinite: str = "raise",
+    ) -> None:
+        group = resolve_group(process_group)
+        rules = {"matrix": matrix, "elementwise": elementwise}
+        options = Options(
+            rules={kind: rule for kind, rule in rules.items() if rule is not None},
+            groups=tuple(groups or ()),
+            bucket_numel=bucket_numel,
+            policy=policy,
+            reduce_dtype=reduce_dtype,
+            on_nonfinite=on_nonfinite,
+            overlap=overlap,
+        )
+        self._sealed = False
+        self._closed = False
+        self._options = options
+        self._blueprint = agreed_blueprint(model_or_named_params, options, group)
+        self._comm = make_comm(group, self._blueprint.routes[0].named.param.device, next_stripe(group))
+        params, buckets = build(self._blueprint, options, self._comm)
+        super().__init__(self._blueprint.param_groups, _defaults(options))
+        self._start(params, buckets)
+        self._sealed = True
+
+    def _start(self, params: list[ManagedParam], buckets: list[BucketBuffers]) -> None:
+        module = self._blueprint.module
+        self.layout: Layout = self._blueprint.layout
+        self.num_skipped_steps = 0
+        self._params = params
+        self._frozen = self._blueprint.frozen
+        self._buckets = buckets
+        self._by_name = {p.name: p for p in params}
+        self._log = FlightLog()
+        self._reducer = GradientReducer(params, buckets, self._comm, self._log)
+        self._gatherer = WeightGatherer(buckets, self._comm, self._log)
+        self._guard = StaleReadGuard(self._gatherer)
+        # Compiled code reads weights where neither hooks nor the guard see it.
+        self._overlaps = self._options.overlap and module is not None and not is_compiled(module)
+        named = [r.named for r in self._blueprint.routes]
+        self._consensus = StepConsensus(params, buckets, self._frozen, self._reducer, self._comm)
+        self._hooks = HookSet(module, params, self._reducer, self._gatherer)
+        claim(named, self)
+
+    # ---- the training loop --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce what is left, update what this rank owns, and send the new weights round. Collective.
+
+        Args:
+            closure: Evaluates the model and calls ``backward``; its value is returned.
+
+        Returns:
+            What ``closure`` returned, or ``None``.
+
+        Raises:
+            NonFiniteGradientError: A gradient holds inf or NaN and ``on_nonfinite`` is ``"raise"``; nothing was updated.
+            ConsistencyError: Ranks disagree about the window or the options, or one of them failed; on all ranks.
+            LifecycleError: Closed; a param was thawed or moved; ``p.grad`` was replaced after its reduction.
+        """
+        self._refuse_if_closed()
+        value, error = None, None
+        if closure is not None:
+            try:
+                with torch.enable_grad():
+                    value = closure()
+            except Exception as found:  # every rank must learn of it before anyone leaves
+                error = found
+        settled = self._consensus.settle("step", self.param_groups, error)
+        self.synchronize()
+        if not norms.all_finite(self._buckets, self._comm):
+            self._refuse_nonfinite()
+            return value
+        self._update(settled)
+        self._reducer.end_window()
+        if not self._overlaps:
+            self._gatherer.wait_all()
+        elif self._gatherer.busy:
+            self._guard.install()
+        return value
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the averaged gradients so that their norm is at most ``max_norm``. Collective; call it before ``step``.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: The exponent; ``inf`` for the largest absolute value.
+
+        Returns:
+            The norm before scaling, over every distinct param once, a 0-d tensor with the same bits on all ranks.
+
+        Raises:
+            PlanError, PlanTypeError: An argument is no norm.
+            ConsistencyError: As in ``step``.
+        """
+        self._refuse_if_closed()
+        error = None
+        try:
+            norms.check_norm_arguments(max_norm, norm_type)
+        except (ValueError, TypeError) as found:
+            error = found
+        self._consensus.settle("clip_grad_norm_", self.param_groups, error)
+        norm = norms.global_norm(self._buckets, float(norm_type), self._comm)
+        if bool(torch.isfinite(norm)):
+            norms.scale_gradients(self._buckets, norm, float(max_norm))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard this window's gradients and begin a new window.
+
+        Args:
+            set_to_none: Set ``p.grad`` to ``None``; if false, to zeros where it is a view of the bucket.
+        """
+        self._refuse_if_closed()
+        with torch.no_grad():
+            self._reducer.end_window(set_to_none=set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: a backward inside reduces nothing. Leave it for the last backward of a window."""
+        self._refuse_if_closed()
+        before, self._reducer.syncing = self._reducer.syncing, False
+        try:
+            yield
+        finally:
+            self._reducer.syncing = before
+
+    def synchronize(self) -> None:
+        """Wait until this rank holds all current weights. Needs no other rank to call it."""
+        self._guard.remove()
+        self._gatherer.wait_all()
+
+    def close(self) -> None:
+        """Finish what is under way, take off all hooks and give the params back. Collective; further calls do nothing.
+
+        The params keep their values and can be wrapped again.
+        """
+        if self._closed:
+            return
+        with torch.no_grad():
+            self._reducer.end_window()
+        self.synchronize()
+        self._hooks.remove()
+        release([r.named for r in self._blueprint.routes], self)
+        self._closed = True
+
+    # ---- looking inside -----------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Every param's rule, owner and bucket, the padding, and each rank's share of the work, as text."""
+        return describe(self.layout, self._blueprint.routes, self._frozen, self._comm)
+
+    def memory(self) -> MemoryReport:
+        """The bytes that this rank holds, from the tensors themselves."""
+        return measure_memory(self._buckets)
+
+    def reduced_grads(self) -> Iterator[tuple[str, int, Tensor]]:
+        """The averaged gradients that this rank owns, once they are reduced (after ``clip_grad_norm_``, before ``step``).
+
+        Yields:
+            The param's name, the first element of the piece in the flattened param, and the piece ``(n,)``, a view.
+        """
+        for bucket in self._buckets:
+            for slot in bucket.owned:
+                yield slot.name, slot.start, bucket.memory.own_grads[slot.offset : slot.offset + slot.numel]
+
+    # ---- one step, in parts -------------------------------------------------------------------------------------------
+
+    def _refuse_nonfinite(self) -> None:
+        names = [name for found in self._comm.gather_objects(norms.nonfinite_names(self._buckets)) for name in found]
+        shown = ", ".join(map(repr, sorted(set(names))[:5])) + (" and others" if len(set(names)) > 5 else "")
+        if self._options.on_nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"the averaged gradient of {shown} holds inf or NaN; nothing was updated. Call zero_grad() and go on, or make "
+                "the optimizer with on_nonfinite='skip'"
+            )
+        self.num_skipped_steps += 1
+        self._reducer.end_window()
+        warnings.warn(
+            f"step skipped on all ranks ({self.num_skipped_steps} so far): the averaged gradient of {shown} holds inf or NaN",
+            stacklevel=4,
+        )
+
+    def _update(self, settled: Settled) -> None:
+        used, written = settled.used, settled.written
+        # Reverse order: the next forward reads the last bucket first, so its weights leave first.
+        for bucket in reversed(self._buckets):
+            if written:
+                refresh_masters(bucket, self._by_name, written)
+            indices = {p.index for p in bucket.params}
+            if indices & used:
+                update_bucket(bucket, self._by_name, used, self.param_groups, self._options.rules)
+            if indices & (used | written):
+                self._gatherer.launch(bucket)
+        for index in used:
+            self._params[index].num_steps += 1
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise LifecycleError("this optimizer was closed")
+
+    # ---- what torch.optim.Optimizer offers and we do not ----------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Params cannot be added: the layout is planned for all of them at once.
+
+        Raises:
+            LifecycleError: Always, once the optimizer is made.
+        """
+        if self._sealed:
+            raise LifecycleError(
+                "params cannot be added after the layout was planned; close() this optimizer and make a new one"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> NoReturn:
+        """Not offered yet: this rank holds only its part of the state, which must not be mistaken for the whole.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "state_dict() is not supported yet: each rank holds only the state of the matrices it owns"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Not offered yet; see ``state_dict``.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError("load_state_dict() is not supported yet")
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # GradScaler.step asks for this first. It unscales p.grad, which here is a placeholder.
+        raise UnsupportedError(
+            "torch.amp.GradScaler is not supported yet; train in bfloat16, which needs no loss scaling"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise PlanTypeError("a LayerwiseOptimizer cannot be copied: it owns hooks and a share of the group's state")
+
+    def __reduce__(self) -> NoReturn:
+        raise PlanTypeError("a LayerwiseOptimizer cannot be pickled: it owns hooks and a share of the group's state")
+
+
+def _defaults(options: Options) -> dict[str, Any]:
+    first = next(iter(options.rules.values())).defaults()
+    return {"lr": first["lr"], "weight_decay": first.get("weight_decay", 0.0)}

@@ -1,0 +1,64 @@
+"""The life of a bucket: one gradient phase and one weight phase, each changed here and nowhere else.
+
+[Note: Buckets, windows and passes]
+A *window* is what one optimizer step covers: all backwards since the last step or ``zero_grad``. A *pass* is one backward
+outside ``no_sync()``: it launches the reduction of every bucket exactly once, in bucket order, on every rank. Most windows
+have one pass. In a second pass of a window a bucket is opened again; its owner's sum so far is set aside (``carry``) and
+added to the new one.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+__all__ = ["GradPhase", "WeightPhase", "move"]
+
+
+class GradPhase(enum.Enum):
+    """Who owns the memory of a bucket's gradients."""
+
+    IDLE = enum.auto()
+    """Entered by a completed step, a discard or a skip. The content is meaningless; autograd has not written yet."""
+
+    FILLING = enum.auto()
+    """Entered by the first gradient of a window (or of a further pass). Backward hooks write; nothing is in flight."""
+
+    REDUCING = enum.auto()
+    """Entered by the launch. The transport reads and writes the buffer; nobody else may touch it."""
+
+    REDUCED = enum.auto()
+    """Entered when the reduction was waited for. The own shard holds the average over ranks; the rest is stale."""
+
+
+class WeightPhase(enum.Enum):
+    """Which rank holds current weights of a bucket."""
+
+    READY = enum.auto()
+    """Entered at the start and when a gather was waited for. Every rank holds every weight."""
+
+    UPDATED = enum.auto()
+    """Entered by the owners' update. The own shard is new; the others' shards are those of the last step."""
+
+    GATHERING = enum.auto()
+    """Entered by the launch of the all-gather. The transport writes the other shards; forward hooks wait."""
+
+
+_LEGAL: dict[enum.Enum, tuple[enum.Enum, ...]] = {
+    GradPhase.IDLE: (GradPhase.FILLING, GradPhase.REDUCING, GradPhase.IDLE),
+    GradPhase.FILLING: (GradPhase.REDUCING, GradPhase.IDLE),
+    GradPhase.REDUCING: (GradPhase.REDUCED,),
+    GradPhase.REDUCED: (GradPhase.FILLING, GradPhase.IDLE),
+    WeightPhase.READY: (WeightPhase.UPDATED,),
+    WeightPhase.UPDATED: (WeightPhase.GATHERING,),
+    WeightPhase.GATHERING: (WeightPhase.READY,),
+}
+
+
+_Phase = TypeVar("_Phase", GradPhase, WeightPhase)
+
+
+def move(current: _Phase, target: _Phase) -> _Phase:
+    """Return ``target`` if the table of legal moves allows it from ``current``; anything else is a bug of ours."""
+    assert target in _LEGAL[current], f"illegal move {current=} {target=}"
+    return target

@@ -1,0 +1,301 @@
+"""The gradient side: from the hooks of autograd to averaged gradients on their owners.
+
+See [Note: Buckets, windows and passes] in ``phases.py``. What keeps ranks together is that launches happen only in bucket
+order and that a pass launches every bucket once; so it does not matter in which order, or whether at all, gradients arrive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freehold.errors import LifecycleError, UnsupportedError
+from freehold.runtime.buffers import BucketBuffers
+from freehold.runtime.comm import Comm
+from freehold.runtime.log import FlightLog
+from freehold.runtime.params import ManagedParam
+from freehold.runtime.phases import GradPhase, move
+
+__all__ = ["GradientReducer", "WindowState"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowState:
+    """How far this rank is, for comparison with the others.
+
+    Attributes:
+        passes_before: Passes in all earlier windows.
+        passes: Passes in this window.
+        pending: Gradients lie in buckets that no pass has launched.
+    """
+
+    passes_before: int
+    passes: int
+    pending: bool
+
+
+class GradientReducer:
+    """Fills buckets with gradients and reduces them; holds no weights and knows no rule.
+
+    Args:
+        params: All managed params, in model order.
+        buckets: All buckets, in bucket order.
+        comm: The group.
+        log: Where launches and waits are recorded.
+    """
+
+    def __init__(self, params: list[ManagedParam], buckets: list[BucketBuffers], comm: Comm, log: FlightLog) -> None:
+        self.syncing = True
+        self._params = params
+        self._buckets = buckets
+        self._comm = comm
+        self._log = log
+        self._in_flight: deque[BucketBuffers] = deque()
+        self._pass_open = False
+        self._next_launch = 0
+        self._watched_task = -1
+        self._passes = 0
+        self._passes_before = 0
+
+    # ---- called by autograd -------------------------------------------------------------------------------------------
+
+    def watch_backward(self) -> None:
+        """A backward reaches the model's outputs: be told when it ends.
+
+        Registered here rather than at the first gradient because that one may arrive inside the inner backward of
+        reentrant checkpointing, whose end is not the end of the whole.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._watched_task:
+            return
+        if self._pass_open:  # the backward before this one died of an exception half-way
+            self._end_pass()
+        self._watched_task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def before_accumulate(self, p: ManagedParam) -> None:
+        """Autograd is about to add a gradient to ``p.grad``: make that harmless whatever state the bucket is in."""
+        bucket = self._buckets[p.bucket]
+        if self.syncing and not self._pass_open:
+            self._open_pass()
+        if bucket.grad_phase in (GradPhase.REDUCING, GradPhase.REDUCED):
+            if p.in_pass and self.syncing:
+                raise UnsupportedError(
+                    f"param {p.name!r} received a second gradient in one backward after its bucket {bucket.index} had been "
+                    "reduced. Reentrant activation checkpointing of a module that is used twice does this; "
+                    "use checkpoint(..., use_reentrant=False)"
+                )
+            self._reopen(bucket)
+        p.adds = p.marked() and p.filled
+        if p.marked():
+            p.param.grad = None
+
+    def after_accumulate(self, p: ManagedParam) -> None:
+        """``p.grad`` holds a gradient: move it into the bucket, and launch what is complete."""
+        grad = p.param.grad
+        if grad is None or grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"param {p.name!r} received a gradient of layout {None if grad is None else grad.layout}; "
+                "only dense gradients are supported (for embeddings: sparse=False)"
+            )
+        self._store(p, grad)
+        if not self.syncing:
+            p.param.grad = p.grad_view if p.viewable else None
+            if not p.viewable:
+                p.mark()
+            return
+        p.mark()
+        if not p.in_pass:
+            p.in_pass = True
+            self._buckets[p.bucket].missing -= 1
+            self._launch_complete()
+
+    def _store(self, p: ManagedParam, grad: Tensor) -> None:
+        bucket = self._buckets[p.bucket]
+        if bucket.grad_phase is GradPhase.IDLE:
+            bucket.grad_phase = move(bucket.grad_phase, GradPhase.FILLING)
+        if grad is not p.grad_view:
+            if p.adds:
+                p.grad_view.add_(grad.detach())
+            else:
+                p.grad_view.copy_(grad.detach())
+        p.adds = False
+        p.filled = p.arrived = True
+
+    def _backward_ended(self) -> None:
+        self._watched_task = -1
+        if self._pass_open:
+            self._end_pass()
+
+    # ---- passes -------------------------------------------------------------------------------------------------------
+
+    def _open_pass(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._watched_task == -1 and task != -1:  # a backward that did not start at the wrapped module's output
+            self._watched_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        self._pass_open = True
+        self._passes += 1
+        self._next_launch = 0
+        for bucket in self._buckets:
+            bucket.missing = 0
+        for p in self._params:
+            p.in_pass = False
+            if p.param.requires_grad:
+                self._buckets[p.bucket].missing += 1
+
+    def _launch_complete(self) -> None:
+        while self._next_launch < len(self._buckets) and self._buckets[self._next_launch].missing == 0:
+            self._launch(self._buckets[self._next_launch])
+            self._next_launch += 1
+
+    def _end_pass(self) -> None:
+        for bucket in self._buckets[self._next_launch :]:
+            self._launch(bucket)
+        self._next_launch = len(self._buckets)
+        self._pass_open = False
+
+    def _launch(self, bucket: BucketBuffers) -> None:
+        with (
+            torch.no_grad(),
+            torch.autograd.profiler.record_function(f"freehold::reduce (bucket {bucket.index})"),
+        ):
+            if bucket.grad_phase in (GradPhase.REDUCING, GradPhase.REDUCED):
+                self._reopen(bucket)
+            for p in bucket.params:
+                _ready_for_launch(p)
+            limit = self._comm.max_in_flight
+            if limit is not None and len(self._in_flight) >= limit:
+                self._finish_oldest()
+            bucket.reducing = self._comm.reduce_scatter(bucket.memory.grads, bucket.index)
+            bucket.grad_phase = move(bucket.grad_phase, GradPhase.REDUCING)
+            self._in_flight.append(bucket)
+            self._log.add("reduce launched", bucket.index)
+
+    def _finish_oldest(self) -> None:
+        bucket = self._in_flight.popleft()
+        assert bucket.reducing is not None, f"{bucket.index=} is in flight without a handle"
+        bucket.reducing.wait()
+        bucket.reducing = None
+        if self._comm.num_ranks > 1:
+            bucket.memory.own_grads.div_(self._comm.num_ranks)
+        if bucket.carry is not None:
+            bucket.memory.own_grads.add_(bucket.carry)
+            bucket.carry = None
+        bucket.grad_phase = move(bucket.grad_phase, GradPhase.REDUCED)
+        self._log.add("reduce finished", bucket.index)
+
+    @torch.no_grad()
+    def _reopen(self, bucket: BucketBuffers) -> None:
+        """A reduced bucket gets more gradient in the same window: set the owner's sum aside."""
+        while bucket.grad_phase is GradPhase.REDUCING:
+            self._finish_oldest()
+        if self._window_was_thrown_away():
+            self._start_window()
+            return
+        bucket.carry = bucket.memory.own_grads.clone()
+        for p in bucket.params:
+            if p.arrived and p.thrown_away():
+                p.arrived = False
+                self._clear_carry(bucket, p)
+        bucket.grad_phase = move(bucket.grad_phase, GradPhase.FILLING)
+
+    def _clear_carry(self, bucket: BucketBuffers, p: ManagedParam) -> None:
+        assert bucket.carry is not None, f"{bucket.index=} was reopened without its sum"
+        for slot in p.slots:
+            if slot.rank == self._comm.rank:
+                bucket.carry[slot.offset : slot.offset + slot.numel].zero_()
+
+    # ---- windows ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> WindowState:
+        """This rank's progress; takes in gradients that the user put into ``p.grad`` by hand.
+
+        Raises:
+            LifecycleError: ``p.grad`` was replaced after its bucket had been reduced.
+        """
+        if self._pass_open:
+            self._end_pass()
+        self._take_in_foreign_grads()
+        return WindowState(
+            passes_before=self._passes_before,
+            passes=self._passes,
+            pending=any(bucket.grad_phase is GradPhase.FILLING for bucket in self._buckets),
+        )
+
+    @torch.no_grad()
+    def _take_in_foreign_grads(self) -> None:
+        late: list[str] = []
+        for p in self._params:
+            grad = p.foreign_grad()
+            if grad is None:
+                if p.arrived and p.thrown_away():
+                    p.arrived = False
+            elif self._buckets[p.bucket].grad_phase in (GradPhase.REDUCING, GradPhase.REDUCED):
+                late.append(p.name)
+            else:
+                self._store(p, grad)
+                p.mark()
+        if late:
+            raise LifecycleError(
+                f"p.grad of {', '.join(map(repr, late))} was replaced after the gradient had been reduced over ranks; "
+                "change gradients inside no_sync(), or through clip_grad_norm_ of the optimizer"
+            )
+
+    def settle(self, num_passes: int) -> None:
+        """Run the passes that this rank lacks, and finish all reductions: every owner then holds its average."""
+        while self._passes < num_passes:
+            self._open_pass()
+            self._end_pass()
+        while self._in_flight:
+            self._finish_oldest()
+
+    def used(self) -> list[bool]:
+        """For every param in model order, whether a gradient arrived in this window."""
+        return [p.arrived for p in self._params]
+
+    def end_window(self, *, set_to_none: bool = True) -> None:
+        """Forget all gradients: after a step, a skipped step, or a ``zero_grad``."""
+        if self._pass_open:
+            self._end_pass()
+        while self._in_flight:
+            self._finish_oldest()
+        self._start_window()
+        for p in self._params:
+            if set_to_none or not p.viewable:
+                p.param.grad = None
+            else:
+                p.grad_view.zero_()
+                p.param.grad = p.grad_view
+
+    def _start_window(self) -> None:
+        open_passes = int(self._pass_open)  # a pass that noticed the discard belongs to the new window
+        self._passes_before += self._passes - open_passes
+        self._passes = open_passes
+        for bucket in self._buckets:
+            while bucket.grad_phase is GradPhase.REDUCING:
+                self._finish_oldest()
+            bucket.carry = None
+            bucket.grad_phase = move(bucket.grad_phase, GradPhase.IDLE)
+        for p in self._params:
+            p.filled = p.arrived = False
+
+    def _window_was_thrown_away(self) -> bool:
+        arrived = [p for p in self._params if p.arrived]
+        return bool(arrived) and all(p.thrown_away() for p in arrived)
+
+
+def _ready_for_launch(p: ManagedParam) -> None:
+    """Leave in the bucket what the param contributes, zeros if nothing, and nothing of the bucket in ``p.grad``."""
+    if p.filled and p.thrown_away():
+        p.filled = p.arrived = False
+    if p.filled:
+        p.mark()
+    else:
+        p.grad_view.zero_()
+        if p.param.grad is p.grad_view:
+            p.param.grad = None
+    p.filled = False
