@@ -71,6 +71,8 @@ class _Pool:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        for pipe in self.pipes:  # a job's time limit must not pay for importing torch
+            pipe.recv()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -121,6 +123,7 @@ def stop_pools() -> None:
 def _serve(rank: int, num_ranks: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    pipe.send("ready")
     while True:
         try:
             job = pipe.recv()

@@ -1,0 +1,156 @@
+"""Even out the cost of the ranks of a dealt plan, at the same padding.
+
+The dearest rank gives something away, to the rank for which the dearer of the two becomes least dear: a whole shard for a whole
+shard of the same bucket, or some params of one kind for some of another where the sizes leave room. Sizes of shards stay as
+they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from freehold.plan.policies._packed.deal import Bin, DealtPlan
+from freehold.plan.problem import Item, align_up
+
+__all__ = ["improve"]
+
+_NUM_PARTNERS = 24
+"""Least loaded ranks that are asked to take something."""
+
+_NUM_PARTNERS_FOR_ITEMS = 6
+"""The same for exchanges of single params, of which there are more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    """An exchange between bins of two ranks: what the first gives for what it gets."""
+
+    peak: int
+    rank: int
+    partner: int
+    bin: Bin
+    partner_bin: Bin
+    given: tuple[Item, ...]
+    taken: tuple[Item, ...]
+
+
+def improve(plan: DealtPlan, *, target: int, alignment: int, work: int) -> None:
+    """Exchange until the dearest rank is at ``target``, nothing helps any more, or ``work`` exchanges were looked at.
+
+    Args:
+        plan: Changed in place.
+        target: Cost at which to stop.
+        alignment: Of offsets.
+        work: Exchanges to look at, at most.
+    """
+    _Improver(plan, alignment, work).run(target)
+
+
+class _Improver:
+    def __init__(self, plan: DealtPlan, alignment: int, work: int) -> None:
+        self._plan = plan
+        self._loads = plan.loads
+        self._alignment = alignment
+        self._work = work
+        self._ranked = sorted((load, rank) for rank, load in enumerate(self._loads))
+
+    def run(self, target: int) -> None:
+        while self._work > 0 and self._ranked[-1][0] > target:
+            load, rank = self._ranked[-1]
+            move = self._best(self._whole_swaps(rank), load) or self._best(self._item_moves(rank), load)
+            if move is None:
+                return
+            self._apply(move)
+
+    def _best(self, moves: Iterator[_Move], load: int) -> _Move | None:
+        best: _Move | None = None
+        for move in moves:
+            if move.peak < (best.peak if best else load):
+                best = move
+        return best
+
+    def _whole_swaps(self, rank: int) -> Iterator[_Move]:
+        loads = self._loads
+        best = loads[rank]
+        for _, partner in self._ranked[:_NUM_PARTNERS]:
+            gap = loads[rank] - loads[partner]
+            for bucket in self._plan.buckets:
+                self._work -= 1
+                mine, theirs = bucket.bins[rank], bucket.bins[partner]
+                if not (len(mine) == len(theirs) == 1 and mine[0].whole and theirs[0].whole):
+                    continue
+                shift = mine[0].cost - theirs[0].cost
+                peak = max(loads[rank] - shift, loads[partner] + shift)
+                if 0 < shift < gap and peak < best:
+                    best = peak
+                    yield _Move(
+                        peak=peak,
+                        rank=rank,
+                        partner=partner,
+                        bin=mine[0],
+                        partner_bin=theirs[0],
+                        given=tuple(mine[0].items),
+                        taken=tuple(theirs[0].items),
+                    )
+
+    def _item_moves(self, rank: int) -> Iterator[_Move]:
+        for _, partner in self._ranked[:_NUM_PARTNERS_FOR_ITEMS]:
+            for bucket in self._plan.buckets:
+                for mine in bucket.bins[rank]:
+                    for theirs in bucket.bins[partner]:
+                        yield from self._between(rank, mine, partner, theirs)
+
+    def _between(self, rank: int, mine: Bin, partner: int, theirs: Bin) -> Iterator[_Move]:
+        """Give one param for nothing, for one, or for as many as fill its place."""
+        loads = self._loads
+        gap = loads[rank] - loads[partner]
+        others = _classes(theirs)
+        for given in _classes(mine).values():
+            size, cost = self._size(given[0]), given[0].cost
+            options: list[list[Item]] = [[]] if size <= theirs.room else []
+            for other in others.values():
+                other_size = self._size(other[0])
+                counts = {1, size // other_size} if size > other_size else {1}
+                options += [other[:n] for n in counts if n <= len(other)]
+            for taken in options:
+                self._work -= 1
+                taken_size = sum(self._size(item) for item in taken)
+                shift = cost - sum(item.cost for item in taken)
+                if 0 < shift < gap and size - taken_size <= theirs.room and taken_size - size <= mine.room:
+                    peak = max(loads[rank] - shift, loads[partner] + shift)
+                    yield _Move(
+                        peak=peak,
+                        rank=rank,
+                        partner=partner,
+                        bin=mine,
+                        partner_bin=theirs,
+                        given=(given[0],),
+                        taken=tuple(taken),
+                    )
+
+    def _size(self, item: Item) -> int:
+        return align_up(item.numel, self._alignment)
+
+    def _apply(self, move: _Move) -> None:
+        given, taken = set(move.given), set(move.taken)
+        for rank in (move.rank, move.partner):
+            del self._ranked[bisect_left(self._ranked, (self._loads[rank], rank))]
+        shift = sum(item.cost for item in move.given) - sum(item.cost for item in move.taken)
+        size = sum(map(self._size, move.given)) - sum(map(self._size, move.taken))
+        move.bin.items = [item for item in move.bin.items if item not in given] + list(move.taken)
+        move.partner_bin.items = [item for item in move.partner_bin.items if item not in taken] + list(move.given)
+        for one, rank, sign in ((move.bin, move.rank, -1), (move.partner_bin, move.partner, 1)):
+            one.cost += sign * shift
+            one.room -= sign * size
+            self._loads[rank] += sign * shift
+            insort(self._ranked, (self._loads[rank], rank))
+
+
+def _classes(one: Bin) -> dict[tuple[int, int], list[Item]]:
+    """Params of a bin that are equal in size and cost."""
+    classes: dict[tuple[int, int], list[Item]] = {}
+    for item in one.items:
+        classes.setdefault((item.numel, item.cost), []).append(item)
+    return classes
