@@ -27,7 +27,7 @@ class PlanError(FreeholdError, ValueError):
 
 
 class PlanTypeError(FreeholdError, TypeError):
-    """An argument of the wrong type, where Python itself would raise ``TypeError`` (a bool as a size, a set of params)."""
+    """An argument of the wrong type, where Python would raise ``TypeError`` (a bool as a size, a set of params)."""
 
 
 class LayoutError(FreeholdError, ValueError):
@@ -35,7 +35,7 @@ class LayoutError(FreeholdError, ValueError):
 
 
 class RoutingError(FreeholdError, ValueError):
-    """Params cannot be given to rules as asked: a pattern that matches nothing, no matrix at all, a name claimed twice."""
+    """Params cannot be given to rules as asked: a pattern that matches nothing, no matrix, a name claimed twice."""
 
 
 class RuleError(FreeholdError, ValueError):

@@ -1,7 +1,7 @@
 """Run a function on several gloo ranks, with a time limit, and show every rank's output if it fails.
 
-Worker processes are kept from test to test (importing torch takes seconds); each job gets a process group of its own. A pool
-in which a job failed or hung is killed and made anew.
+Worker processes are kept from test to test (importing torch takes seconds); each job gets a process group of its own. A
+pool in which a job failed or hung is killed and made anew.
 """
 
 from __future__ import annotations

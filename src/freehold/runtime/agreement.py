@@ -1,7 +1,7 @@
 """Ranks never part: what one of them refuses, all refuse.
 
-Before anything collective, each rank checks its own side, catches what it finds, and joins one exchange; then all raise the
-same error or none does. A rank that simply raised would leave the others in a collective that never ends.
+Before anything collective, each rank checks its own side, catches what it finds, and joins one exchange; then all raise
+the same error or none does. A rank that simply raised would leave the others in a collective that never ends.
 """
 
 from __future__ import annotations

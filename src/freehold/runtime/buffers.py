@@ -1,9 +1,9 @@
 """The flat memory of one bucket: weights and gradients of every rank, masters and state of the own shard.
 
 [Note: Memory]
-Built bucket by bucket: a bucket's weights are packed, sent from group rank 0, and the Parameters pointed at them before the
-next bucket is allocated, so wrapping never holds the weights twice. Masters and state cover the own shard up to the end of its
-last slot; the padding that other ranks' taller shards force on a bucket costs them nothing.
+Built bucket by bucket: a bucket's weights are packed, sent from group rank 0, and the Parameters pointed at them before
+the next bucket is allocated, so wrapping never holds the weights twice. Masters and state cover the own shard up to the
+end of its last slot; the padding that other ranks' taller shards force on a bucket costs them nothing.
 """
 
 from __future__ import annotations

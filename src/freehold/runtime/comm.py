@@ -1,10 +1,10 @@
 """The seam to torch.distributed: every collective of the runtime goes through one small interface.
 
 [Note: Transports]
-A transport moves the shards of a flat buffer, in place. Shard ``r`` is ``flat[r * n : (r + 1) * n]`` and belongs to group
-rank ``r``. ``reduce_scatter`` leaves the SUM over ranks in the caller's own shard; ``all_gather`` fills the others' shards.
-Both start at once and return a ``Pending``, which keeps every tensor and handle referenced until ``wait()``: the
-allocator may otherwise hand memory out again while a collective still reads it.
+A transport moves the shards of a flat buffer, in place. Shard ``r`` is ``flat[r * n : (r + 1) * n]`` and belongs to
+group rank ``r``. ``reduce_scatter`` leaves the SUM over ranks in the caller's own shard; ``all_gather`` fills the
+others' shards. Both start at once and return a ``Pending``, which keeps every tensor and handle referenced until
+``wait()``: the allocator may otherwise hand memory out again while a collective still reads it.
 
 Which collective is used depends on the backend and is decided in ``make_comm`` alone. On gloo, exchanging shards by
 isend/irecv is three to four times faster than the built-in reduce-scatter and all-gather (``docs/benchmarks.md``);
@@ -48,7 +48,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Pending:
-    """A collective under way. ``wait()`` finishes it, once; everything it reads or writes stays referenced until then."""
+    """A collective under way. ``wait()`` finishes it, once; all that it reads or writes stays referenced until then."""
 
     __slots__ = ("_finish", "_kept", "_works")
 
@@ -106,8 +106,9 @@ class ReceivePool:
 class Comm(ABC):
     """The group of ranks that share one layout. ``rank`` is the group rank, never the global one.
 
-    Call order: the control collectives (``exchange``, ``max_``, ``gather_objects``, ``broadcast_``) block and are entered by
-    all ranks alike; ``reduce_scatter`` and ``all_gather`` return at once and are started in bucket order on every rank.
+    Call order: the control collectives (``exchange``, ``max_``, ``gather_objects``, ``broadcast_``) block and are
+    entered by all ranks alike; ``reduce_scatter`` and ``all_gather`` return at once and are started in bucket order
+    on every rank.
     """
 
     rank: int

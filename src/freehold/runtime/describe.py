@@ -58,7 +58,8 @@ def predict_memory(
     Args:
         layout: The plan.
         rank: Whose bytes.
-        state_fields: Tensors of state that the rule of each bucket mode keeps (``{"whole": 1, "flat": 2}`` for Muon and AdamW).
+        state_fields: Tensors of state that the rule of each bucket mode keeps (``{"whole": 1, "flat": 2}`` for Muon and
+            AdamW).
         itemsizes: Bytes an element of each dtype in the layout.
         grad_itemsize: Bytes an element of the reduction dtype.
     """

@@ -1,12 +1,13 @@
 """No weight is ever read stale, wherever it is read.
 
 Forward pre-hooks wait for the weights of their own module. A weight may be read elsewhere as well: ``F.linear(x,
-other.weight)``, a positional table sliced by its parent, an exponential moving average after the step, ``p.norm()`` for a log.
-While gathers are in flight a ``TorchFunctionMode`` sees every torch function that takes one of our Parameters, and waits for
-the bucket of that Parameter first. It costs about two microseconds per torch call, and only from a step to the end of the gathers.
+other.weight)``, a positional table sliced by its parent, an exponential moving average after the step, ``p.norm()`` for
+a log. While gathers are in flight a ``TorchFunctionMode`` sees every torch function that takes one of our Parameters,
+and waits for the bucket of that Parameter first. It costs about two microseconds per torch call, and only from a step
+to the end of the gathers.
 
-The mode is put at the *bottom* of the thread's mode stack, below any that the user has entered (``with torch.device(...)``
-is one), because those are left in LIFO order; it is taken out from wherever it then is.
+The mode is put at the *bottom* of the thread's mode stack, below any that the user has entered (``with
+torch.device(...)`` is one), because those are left in LIFO order; it is taken out from wherever it then is.
 """
 
 from __future__ import annotations

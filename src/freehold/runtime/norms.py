@@ -35,8 +35,8 @@ def check_norm_arguments(max_norm: object, norm_type: object) -> None:
 def global_norm(buckets: Sequence[BucketBuffers], norm_type: float, comm: Comm) -> Tensor:
     """The ``norm_type``-norm over all owned gradients of all ranks, a 0-d tensor; unused params count 0.
 
-    Every rank adds the same partial sums in the same order, so the bits agree. A param's own sum is taken as torch takes it,
-    slot by slot in the reduction dtype; the sums are added in float64.
+    Every rank adds the same partial sums in the same order, so the bits agree. A param's own sum is taken as torch
+    takes it, slot by slot in the reduction dtype; the sums are added in float64.
     """
     norms = [
         torch.linalg.vector_norm(b.memory.own_grads[slot.offset : slot.offset + slot.numel], norm_type)
@@ -51,7 +51,7 @@ def global_norm(buckets: Sequence[BucketBuffers], norm_type: float, comm: Comm) 
 
 
 def scale_gradients(buckets: Sequence[BucketBuffers], norm: Tensor, max_norm: float) -> None:
-    """Multiply the owned gradients by ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    """Multiply the owned gradients by ``min(1, max_norm / (norm + 1e-6))``, as torch's ``clip_grad_norm_`` does."""
     coefficient = torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0)
     for bucket in buckets:
         bucket.memory.own_grads.mul_(coefficient.to(bucket.memory.own_grads.dtype))
@@ -61,7 +61,7 @@ def all_finite(buckets: Sequence[BucketBuffers], comm: Comm) -> bool:
     """Whether every gradient that any rank owns is finite; the same answer everywhere."""
     # The maximum norm is one pass without a temporary, and inf and NaN come through it.
     peaks = [torch.linalg.vector_norm(b.memory.own_grads, math.inf) for b in buckets if b.owned]
-    bad = bool(peaks) and not bool(torch.isfinite(torch.stack([p.float() for p in peaks])).all())
+    bad = bool(peaks) and not bool(torch.isfinite(torch.stack([p.double() for p in peaks])).all())
     return int(comm.max_(torch.tensor([bad], dtype=torch.uint8))) == 0
 
 

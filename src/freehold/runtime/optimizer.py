@@ -42,20 +42,20 @@ _OPERATIONS = {"step": 1, "clip_grad_norm_": 2}
 class LayerwiseOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` in which every matrix is owned outright by one rank.
 
-    Gradients are averaged over the group bucket by bucket while backward runs; each rank updates only what it owns; new
-    weights are gathered while the next forward runs. It replaces ``DistributedDataParallel`` and the optimizer together::
+    Gradients are averaged over the group bucket by bucket while backward runs; each rank updates only what it owns;
+    new weights are gathered while the next forward runs. It replaces ``DistributedDataParallel`` and the optimizer::
 
         opt = LayerwiseOptimizer(model, matrix=Muon(lr=0.02), elementwise=AdamW(lr=3e-4))
         loss.backward(); opt.clip_grad_norm_(1.0); opt.step(); opt.zero_grad()
 
-    Making one, ``step``, ``clip_grad_norm_`` and ``close`` are collective: every rank of the group calls them. All ranks
-    start from the weights and buffers of group rank 0. The model's params become views of flat buffers: write
+    Making one, ``step``, ``clip_grad_norm_`` and ``close`` are collective: every rank of the group calls them. All
+    ranks start from the weights and buffers of group rank 0. The model's params become views of flat buffers: write
     to them in place (``p.copy_``, ``load_state_dict``), not by assigning ``p.data``.
 
-    Once gradients have been reduced, ``p.grad`` is a placeholder of NaNs without memory: the averaged gradient of a matrix
-    exists on its owner only. ``reduced_grads()`` shows those of this rank. Between ``step`` and the next forward some weights
-    may still be on their way; whatever reads them in this thread waits for them first (``synchronize()`` waits for all,
-    and is what another thread must call).
+    Once gradients have been reduced, ``p.grad`` is a placeholder of NaNs without memory: the averaged gradient of a
+    matrix exists on its owner only. ``reduced_grads()`` shows those of this rank. Between ``step`` and the next forward
+    some weights may still be on their way; whatever reads them in this thread waits for them first (``synchronize()``
+    waits for all, and is what another thread must call).
 
     Args:
         model_or_named_params: The model, or ``model.named_parameters()``. With a model, gathers overlap with forward;
@@ -63,7 +63,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         matrix: The rule for whole matrices, or ``None`` if there are to be none.
         elementwise: The rule for all else, or ``None`` if there is to be nothing else.
         groups: Options and routing by qualified name; the first that matches wins. Each becomes a param group.
-        process_group: The data-parallel group. Default: WORLD if torch.distributed is initialised, else this process alone.
+        process_group: The data-parallel group. By default WORLD if torch.distributed is initialised, else this process.
         bucket_numel: Soft minimum of a bucket's elements: a number, ``None`` for one bucket, or ``"default"``.
         policy: How buckets are laid out: a name of ``freehold.plan.policy_names()``, or a callable.
         reduce_dtype: Dtype in which gradients are accumulated and summed (float64 for float64 params).
@@ -146,7 +146,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._hooks = HookSet(module, params, self._reducer, self._gatherer)
         claim(named, self)
 
-    # ---- the training loop --------------------------------------------------------------------------------------------
+    # ---- the training loop -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,7 +159,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             What ``closure`` returned, or ``None``.
 
         Raises:
-            NonFiniteGradientError: A gradient holds inf or NaN and ``on_nonfinite`` is ``"raise"``; nothing was updated.
+            NonFiniteGradientError: A gradient holds inf or NaN (with ``on_nonfinite="raise"``); nothing was updated.
             ConsistencyError: Ranks disagree about the window or the options, or one of them failed; on all ranks.
             LifecycleError: Closed; a param was thawed or moved; ``p.grad`` was replaced after its reduction.
         """
@@ -223,7 +223,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: a backward inside reduces nothing. Leave it for the last backward of a window."""
+        """Accumulate gradients locally: a backward inside reduces nothing. Leave it for a window's last backward."""
         self._refuse_if_closed()
         before, self._reducer.syncing = self._reducer.syncing, False
         try:
@@ -250,7 +250,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         release([r.named for r in self._blueprint.routes], self)
         self._closed = True
 
-    # ---- looking inside -----------------------------------------------------------------------------------------------
+    # ---- looking inside ----------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
         """Every param's rule, owner and bucket, the padding, and each rank's share of the work, as text."""
@@ -261,7 +261,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return measure_memory(self._buckets)
 
     def reduced_grads(self) -> Iterator[tuple[str, int, Tensor]]:
-        """The averaged gradients that this rank owns, once they are reduced (after ``clip_grad_norm_``, before ``step``).
+        """The averaged gradients that this rank owns: reduced by ``clip_grad_norm_``, consumed by ``step``.
 
         Yields:
             The param's name, the first element of the piece in the flattened param, and the piece ``(n,)``, a view.
@@ -270,20 +270,21 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             for slot in bucket.owned:
                 yield slot.name, slot.start, bucket.memory.own_grads[slot.offset : slot.offset + slot.numel]
 
-    # ---- one step, in parts -------------------------------------------------------------------------------------------
+    # ---- one step, in parts ------------------------------------------------------------------------------------------
 
     def _refuse_nonfinite(self) -> None:
         names = [name for found in self._comm.gather_objects(norms.nonfinite_names(self._buckets)) for name in found]
         shown = ", ".join(map(repr, sorted(set(names))[:5])) + (" and others" if len(set(names)) > 5 else "")
         if self._options.on_nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"the averaged gradient of {shown} holds inf or NaN; nothing was updated. Call zero_grad() and go on, or make "
-                "the optimizer with on_nonfinite='skip'"
+                f"the averaged gradient of {shown} holds inf or NaN; nothing was updated. Call zero_grad() and go "
+                "on, or make the optimizer with on_nonfinite='skip'"
             )
         self.num_skipped_steps += 1
         self._reducer.end_window()
         warnings.warn(
-            f"step skipped on all ranks ({self.num_skipped_steps} so far): the averaged gradient of {shown} holds inf or NaN",
+            f"step skipped on all ranks ({self.num_skipped_steps} so far): "
+            f"the averaged gradient of {shown} holds inf or NaN",
             stacklevel=4,
         )
 
@@ -305,7 +306,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if self._closed:
             raise LifecycleError("this optimizer was closed")
 
-    # ---- what torch.optim.Optimizer offers and we do not ----------------------------------------------------------------
+    # ---- what torch.optim.Optimizer offers and we do not -------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Params cannot be added: the layout is planned for all of them at once.

@@ -17,10 +17,10 @@ class ManagedParam:
     """One param under management.
 
     [Note: Gradient markers]
-    Once a gradient has moved into its bucket, ``p.grad`` is a NaN scalar expanded to the param's shape. It takes no memory; a
-    reader sees NaN instead of a stale local gradient, and arithmetic in place raises. It also tells a window that goes
-    on (the marker is untouched) from gradients that the user threw away (``p.grad`` is None, or ``zero_()`` moved the
-    marker's version), whichever ``zero_grad`` he called.
+    Once a gradient has moved into its bucket, ``p.grad`` is a NaN scalar expanded to the param's shape. It takes no
+    memory; a reader sees NaN instead of a stale local gradient, and arithmetic in place raises. It also tells a window
+    that goes on (the marker is untouched) from gradients that the user threw away (``p.grad`` is None, or ``zero_()``
+    moved the marker's version), whichever ``zero_grad`` he called.
 
     Attributes:
         index: Position in model order.

@@ -1,10 +1,10 @@
 """The life of a bucket: one gradient phase and one weight phase, each changed here and nowhere else.
 
 [Note: Buckets, windows and passes]
-A *window* is what one optimizer step covers: all backwards since the last step or ``zero_grad``. A *pass* is one backward
-outside ``no_sync()``: it launches the reduction of every bucket exactly once, in bucket order, on every rank. Most windows
-have one pass. In a second pass of a window a bucket is opened again; its owner's sum so far is set aside (``carry``) and
-added to the new one.
+A *window* is what one optimizer step covers: all backwards since the last step or ``zero_grad``. A *pass* is one
+backward outside ``no_sync()``: it launches the reduction of every bucket exactly once, in bucket order, on every rank.
+Most windows have one pass. In a second pass of a window a bucket is opened again; its owner's sum so far is set aside
+(``carry``) and added to the new one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The gradient side: from the hooks of autograd to averaged gradients on their owners.
 
-See [Note: Buckets, windows and passes] in ``phases.py``. What keeps ranks together is that launches happen only in bucket
-order and that a pass launches every bucket once; so it does not matter in which order, or whether at all, gradients arrive.
+See [Note: Buckets, windows and passes] in ``phases.py``. What keeps ranks together is that launches happen only in
+bucket order and that a pass launches every bucket once; so it does not matter in which order, or whether at all,
+gradients arrive.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class GradientReducer:
         self._passes = 0
         self._passes_before = 0
 
-    # ---- called by autograd -------------------------------------------------------------------------------------------
+    # ---- called by autograd ------------------------------------------------------------------------------------------
 
     def watch_backward(self) -> None:
         """A backward reaches the model's outputs: be told when it ends.
@@ -84,8 +85,8 @@ class GradientReducer:
         if bucket.grad_phase in (GradPhase.REDUCING, GradPhase.REDUCED):
             if p.in_pass and self.syncing:
                 raise UnsupportedError(
-                    f"param {p.name!r} received a second gradient in one backward after its bucket {bucket.index} had been "
-                    "reduced. Reentrant activation checkpointing of a module that is used twice does this; "
+                    f"param {p.name!r} received a second gradient in one backward after its bucket {bucket.index} "
+                    "had been reduced. Reentrant activation checkpointing of a module that is used twice does this; "
                     "use checkpoint(..., use_reentrant=False)"
                 )
             self._reopen(bucket)
@@ -130,7 +131,7 @@ class GradientReducer:
         if self._pass_open:
             self._end_pass()
 
-    # ---- passes -------------------------------------------------------------------------------------------------------
+    # ---- passes ------------------------------------------------------------------------------------------------------
 
     def _open_pass(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -209,7 +210,7 @@ class GradientReducer:
             if slot.rank == self._comm.rank:
                 bucket.carry[slot.offset : slot.offset + slot.numel].zero_()
 
-    # ---- windows ------------------------------------------------------------------------------------------------------
+    # ---- windows -----------------------------------------------------------------------------------------------------
 
     def state(self) -> WindowState:
         """This rank's progress; takes in gradients that the user put into ``p.grad`` by hand.

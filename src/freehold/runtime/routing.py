@@ -1,12 +1,13 @@
 """Which params are managed, and which rule each of them gets.
 
 [Note: Output heads]
-A head is recognised without its name: what ``get_output_embeddings()`` returns, anything that shares its Parameter with an
-embedding, and a ``Linear`` with as many outputs as an embedding has rows. The last test alone would misjudge small models,
-in which that number is also a hidden width (a vocabulary of 256 and ``d_model`` 256): there every square projection would
-pass for a head. So where the number is a width of the model too, only a Linear that stands alone counts: one whose
-path, with layer numbers removed, no other candidate shares. If several are left, the one defined last is taken, with a
-warning; and none is looked for where a head is known already (tied, named by the model, or told by its size).
+A head is recognised without its name: what ``get_output_embeddings()`` returns, anything that shares its Parameter with
+an embedding, and a ``Linear`` with as many outputs as an embedding has rows. The last test alone would misjudge small
+models, in which that number is also a hidden width (a vocabulary of 256 and ``d_model`` 256): there every square
+projection would pass for a head. So where the number is a width of the model too, only a Linear that stands
+alone counts: one whose path, with layer numbers removed, no other candidate shares. If several are left, the one
+defined last is taken, with a warning; and none is looked for where a head is known already (tied, named by the model,
+or told by its size).
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def resolve_group(process_group: object) -> dist.ProcessGroup | None:
             return dist.group.WORLD
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise LifecycleError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised: every process would train "
-                "alone. Call torch.distributed.init_process_group(...) first"
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised: every process "
+                "would train alone. Call torch.distributed.init_process_group(...) first"
             )
         return None
     if process_group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(process_group) < 0:  # type: ignore[arg-type]
@@ -160,8 +160,8 @@ def _check_rules(routes: Sequence[Route], rules: Mapping[str, Rule]) -> None:
     if "matrix" in rules and "matrix" not in kinds:
         shapes = ", ".join(f"{r.named.name} {tuple(r.named.param.shape)}: {r.reason}" for r in routes[:6])
         raise RoutingError(
-            f"{type(rules['matrix']).__name__} was asked for, but no param is a matrix ({shapes}, ...): nothing would be "
-            "orthogonalised. Route params to it with Group(pattern, rule='matrix'), or pass matrix=None"
+            f"{type(rules['matrix']).__name__} was asked for, but no param is a matrix ({shapes}, ...): nothing "
+            "would be orthogonalised. Route params to it with Group(pattern, rule='matrix'), or pass matrix=None"
         )
     for kind in sorted(kinds - set(rules)):
         names = [r.named.name for r in routes if r.kind == kind]
@@ -192,7 +192,8 @@ def _merged_options(rule: Rule, given: Mapping[str, Any], pattern: str) -> dict[
     unknown = sorted(set(given) - set(defaults))
     if unknown:
         raise RoutingError(
-            f"Group({pattern!r}) has options {unknown} that {type(rule).__name__} does not know; it has {sorted(defaults)}"
+            f"Group({pattern!r}) has options {unknown} that {type(rule).__name__} does not know; "
+            f"it has {sorted(defaults)}"
         )
     merged = {**defaults, **given}
     rule.validate(merged)

@@ -7,9 +7,11 @@ they are.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from freehold.plan.policies._packed.deal import Bin, DealtPlan
 from freehold.plan.problem import Item, align_up
@@ -55,11 +57,14 @@ class _Improver:
         self._alignment = alignment
         self._work = work
         self._ranked = sorted((load, rank) for rank, load in enumerate(self._loads))
+        self._with_room: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
 
     def run(self, target: int) -> None:
         while self._work > 0 and self._ranked[-1][0] > target:
             load, rank = self._ranked[-1]
-            move = self._best(self._whole_swaps(rank), load) or self._best(self._item_moves(rank), load)
+            move = self._best(chain(self._gifts(rank), self._whole_swaps(rank)), load)
+            if move is None:
+                move = self._best(self._item_moves(rank), load)
             if move is None:
                 return
             self._apply(move)
@@ -70,6 +75,50 @@ class _Improver:
             if move.peak < (best.peak if best else load):
                 best = move
         return best
+
+    def _gifts(self, rank: int) -> Iterator[_Move]:
+        """Give one param to the least loaded rank that has room for it in the same bucket."""
+        for index, bucket in enumerate(self._plan.buckets):
+            for mine in bucket.bins[rank]:
+                for given in _classes(mine).values():
+                    self._work -= 1
+                    found = self._least_loaded_with_room(index, self._size(given[0]))
+                    if found is None or found[0] == rank:
+                        continue
+                    partner, theirs = found
+                    cost = given[0].cost
+                    yield _Move(
+                        peak=max(self._loads[rank] - cost, self._loads[partner] + cost),
+                        rank=rank,
+                        partner=partner,
+                        bin=mine,
+                        partner_bin=theirs,
+                        given=(given[0],),
+                        taken=(),
+                    )
+
+    def _least_loaded_with_room(self, index: int, size: int) -> tuple[int, Bin] | None:
+        """Rank and bin of the bucket; the heap's entries are put right when they come to its top."""
+        bins = self._plan.buckets[index].bins
+        heap = self._with_room.get((index, size))
+        if heap is None:
+            heap = [
+                (self._loads[rank], rank, at)
+                for rank, of_rank in enumerate(bins)
+                for at, one in enumerate(of_rank)
+                if one.room >= size
+            ]
+            heapq.heapify(heap)
+            self._with_room[index, size] = heap
+        while heap:
+            load, rank, at = heap[0]
+            if bins[rank][at].room < size:
+                heapq.heappop(heap)
+            elif load != self._loads[rank]:
+                heapq.heapreplace(heap, (self._loads[rank], rank, at))
+            else:
+                return rank, bins[rank][at]
+        return None
 
     def _whole_swaps(self, rank: int) -> Iterator[_Move]:
         loads = self._loads
