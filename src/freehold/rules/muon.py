@@ -31,9 +31,7 @@ __all__ = ["Muon"]
 # accelerator, and bounded, since a batch needs about 10 bytes an element of temporary memory.
 MAX_BATCH_NUMEL = 2**26
 
-MATCH_RMS_FACTOR = (
-    0.2  # RMS of an AdamW update; Liu et al., Muon is Scalable, https://arxiv.org/abs/2502.16982
-)
+MATCH_RMS_FACTOR = 0.2  # RMS of an AdamW update; Liu et al., Muon is Scalable, https://arxiv.org/abs/2502.16982
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +159,7 @@ def _batches(blocks: tuple[Block, ...]) -> tuple[_Batch, ...]:
             if is_next and (last.num_matrices + 1) * numel <= MAX_BATCH_NUMEL:
                 batches[-1] = replace(last, num_matrices=last.num_matrices + 1, stride=stride)
                 continue
-        batches.append(
-            _Batch(offset=offset, num_matrices=1, stride=numel, num_rows=num_rows, num_cols=num_cols)
-        )
+        batches.append(_Batch(offset=offset, num_matrices=1, stride=numel, num_rows=num_rows, num_cols=num_cols))
     return tuple(batches)
 
 
@@ -171,9 +167,7 @@ def _matrices(blocks: tuple[Block, ...]) -> Iterator[tuple[int, int, int]]:
     """``(offset, M, N)`` of every matrix."""
     for block in blocks:
         if len(block.shape) not in (2, 3):
-            raise RuleError(
-                f"Muon updates matrices (M, N) and stacks (E, M, N), got a block of shape {block.shape}"
-            )
+            raise RuleError(f"Muon updates matrices (M, N) and stacks (E, M, N), got a block of shape {block.shape}")
         num_matrices = 1 if len(block.shape) == 2 else block.shape[0]
         num_rows, num_cols = block.shape[-2:]
         for index in range(num_matrices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -17,10 +18,9 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 NUM_STEPS = 5
 EPS = 1e-7
 
-# Norms at which squares neither overflow nor vanish in a float32 sum. The range starts above torch's floor on
-# the norm, eps = 1e-7 = 2**-23.25, so that the floor is never reached inside it.
+# The least norm at which no square that matters vanishes in a float32 sum. It lies above torch's floor on the
+# norm, eps = 1e-7 = 2**-23.25, so that from here on the floor is never reached. The norm itself tells an overflow.
 SAFE_NORM_MIN = 2.0**-23
-SAFE_NORM_MAX = 2.0**60
 
 # The exponent field of IEEE 754 binary32 and binary64: what is left of a number is the power of two below it.
 _EXPONENT_BITS = {
@@ -120,7 +120,7 @@ def _normalised(grad: Tensor, dtype: torch.dtype) -> Tensor:
     if grad.is_cpu:  # to read the norm is free here; on an accelerator the host would have to wait for it
         out = grad.to(wide, copy=True)
         norm = _norm(out)
-        if SAFE_NORM_MIN <= norm.item() <= SAFE_NORM_MAX:
+        if SAFE_NORM_MIN <= norm.item() < math.inf:
             return out.div_(norm).to(dtype)
     base = grad if grad.dtype in _EXPONENT_BITS else grad.float()
     out = torch.div(base, _power_of_two_below_largest(base), out=torch.empty_like(base, dtype=wide))

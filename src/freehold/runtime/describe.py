@@ -10,6 +10,8 @@ from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.comm import Comm
 from freehold.runtime.routing import NamedParam, Route
 
+_MAX_RANK_LINES = 16
+
 __all__ = ["MemoryReport", "describe", "measure_memory", "predict_memory"]
 
 
@@ -112,6 +114,11 @@ def _bucket_lines(layout: Layout) -> list[str]:
 def _rank_lines(layout: Layout, comm: Comm) -> list[str]:
     costs = rank_costs(layout)
     whole = sum(costs) or 1
+    if len(costs) > _MAX_RANK_LINES:
+        spread = (
+            f"least {min(costs) / whole:.2%}, most {max(costs) / whole:.2%}, this rank {costs[comm.rank] / whole:.2%}"
+        )
+        return [f"{len(costs)} ranks share the Newton-Schulz work: mean {1 / len(costs):.2%}, {spread}"]
     return [
         f"rank {rank}: {cost / whole:.1%} of the Newton-Schulz work{' (this rank)' if rank == comm.rank else ''}"
         for rank, cost in enumerate(costs)

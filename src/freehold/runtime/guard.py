@@ -45,6 +45,11 @@ class StaleReadGuard(TorchFunctionMode):
         if self.installed():
             _restack(lambda modes: [mode for mode in modes if mode is not self])
 
+    def remove_if_idle(self) -> None:
+        """Stop watching this thread if no gather is in flight."""
+        if not self._gatherer.busy:
+            self.remove()
+
     def installed(self) -> bool:
         """Whether this thread is watched."""
         return any(mode is self for mode in _get_current_function_mode_stack())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from freehold.runtime.gatherer import WeightGatherer
+from freehold.runtime.guard import StaleReadGuard
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.reducer import GradientReducer
 
@@ -56,7 +57,7 @@ class _WaitForWeights(_CopySafeHook):
 
 
 class _WaitForAll(_CopySafeHook):
-    """State-dict pre-hook of the model, and forward hook of its end: every weight is current from here on."""
+    """State-dict pre-hook of the model: every weight is current from here on."""
 
     def __init__(self, module: nn.Module, gatherer: WeightGatherer) -> None:
         super().__init__(module)
@@ -68,14 +69,18 @@ class _WaitForAll(_CopySafeHook):
             gatherer.wait_all()
 
 
-class _WatchOutputs(_CopySafeHook):
-    """Forward hook of the model: learn when a backward through its outputs begins."""
+class _AfterForward(_CopySafeHook):
+    """Forward hook of the model: stop guarding reads if all weights are in; learn when a backward begins."""
 
-    def __init__(self, module: nn.Module, reducer: GradientReducer) -> None:
+    def __init__(self, module: nn.Module, reducer: GradientReducer, guard: StaleReadGuard) -> None:
         super().__init__(module)
         self._reducer = weakref.ref(reducer)
+        self._guard = weakref.ref(guard)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        guard = self._guard()
+        if guard is not None and self.serves(module):
+            guard.remove_if_idle()
         if torch.is_grad_enabled() and self.serves(module):
             watch = _BackwardBegins(self._reducer)
             for tensor in _tensors(output):
@@ -123,6 +128,7 @@ class HookSet:
         params: The managed params.
         reducer: Told of gradients.
         gatherer: Asked for weights.
+        guard: Watches for reads that no hook sees.
     """
 
     def __init__(
@@ -131,21 +137,17 @@ class HookSet:
         params: list[ManagedParam],
         reducer: GradientReducer,
         gatherer: WeightGatherer,
+        guard: StaleReadGuard,
     ) -> None:
         self._handles: list[Any] = []
         for p in params:
             self._handles.append(p.param.register_hook(_BeforeAccumulate(reducer, p)))
             self._handles.append(p.param.register_post_accumulate_grad_hook(_AfterAccumulate(reducer, p)))
         if module is not None:
-            self._hook_module(module, params, reducer, gatherer)
+            self._hook_reads(module, params, gatherer)
+            self._handles.append(module.register_forward_hook(_AfterForward(module, reducer, guard)))
 
-    def _hook_module(
-        self,
-        module: nn.Module,
-        params: list[ManagedParam],
-        reducer: GradientReducer,
-        gatherer: WeightGatherer,
-    ) -> None:
+    def _hook_reads(self, module: nn.Module, params: list[ManagedParam], gatherer: WeightGatherer) -> None:
         bucket_of = {id(p.param): p.bucket for p in params}
         for child in module.modules():
             buckets = {bucket_of[id(q)] for q in child.parameters(recurse=False) if id(q) in bucket_of}
@@ -153,7 +155,6 @@ class HookSet:
                 hook = _WaitForWeights(child, gatherer, tuple(sorted(buckets, reverse=True)))
                 self._handles.append(child.register_forward_pre_hook(hook, prepend=True))
         self._handles.append(module.register_state_dict_pre_hook(_WaitForAll(module, gatherer)))
-        self._handles.append(module.register_forward_hook(_WatchOutputs(module, reducer)))
 
     def remove(self) -> None:
         """Take every hook off again."""

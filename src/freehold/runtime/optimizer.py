@@ -143,7 +143,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._overlaps = self._options.overlap and module is not None and not is_compiled(module)
         named = [r.named for r in self._blueprint.routes]
         self._consensus = StepConsensus(params, buckets, self._frozen, self._reducer, self._comm)
-        self._hooks = HookSet(module, params, self._reducer, self._gatherer)
+        self._hooks = HookSet(module, params, self._reducer, self._gatherer, self._guard)
         claim(named, self)
 
     # ---- the training loop -------------------------------------------------------------------------------------------

@@ -40,9 +40,10 @@ class Bin:
 
 @dataclass(slots=True, kw_only=True)
 class DealtBucket:
-    """One bucket: bins of every rank, and the placements of its stacks."""
+    """One bucket: bins of every rank, the placements of its stacks, and its real elements."""
 
     shard_numel: int
+    real_numel: int
     bins: list[list[Bin]]
     runs: list[Placement] = field(default_factory=list[Placement])
 
@@ -55,8 +56,9 @@ class DealtPlan:
     loads: list[int]
 
     def packed(self, stock: Stock) -> tuple[PackedBucket, ...]:
-        """As the planner wants it: within a bin equal shapes next to each other."""
-        return tuple(_packed_bucket(bucket, stock) for bucket in self.buckets)
+        """As the planner wants it: in order of readiness, and within a bin equal shapes next to each other."""
+        packed = [_packed_bucket(bucket, stock) for bucket in self.buckets]
+        return tuple(sorted(packed, key=lambda bucket: max(p.index for p in bucket.placements)))
 
 
 def deal(problem: Problem, stock: Stock, plan: KindPlan) -> DealtPlan:
@@ -98,7 +100,8 @@ def _deal_bucket(
     height = recipe.shard_numel
     bins: list[list[Bin]] = [[] for _ in range(stock.num_ranks)]
     open_bins: list[tuple[int, Bin, tuple[int, ...]]] = []
-    bucket = DealtBucket(shard_numel=height, bins=bins)
+    real_numel = sum(item.numel for of_kind in items for item in of_kind)
+    bucket = DealtBucket(shard_numel=height, real_numel=real_numel, bins=bins)
     free_ranks = range(stock.num_ranks)
     if recipe.runs:
         place = place_runs(stock, recipe, mean_costs, loads)

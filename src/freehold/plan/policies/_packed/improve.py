@@ -1,8 +1,8 @@
 """Even out the cost of the ranks of a dealt plan, at the same padding.
 
 The dearest rank gives something away, to the rank for which the dearer of the two becomes least dear: a whole shard for a whole
-shard of the same bucket, or some params of one kind for some of another where the sizes leave room. Sizes of shards stay as
-they are.
+shard of the same bucket, params where there is room in that bucket or a later one, or a param for others that take its
+place. Sizes of shards stay as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from freehold.plan.policies._packed.deal import Bin, DealtPlan
+from freehold.plan.policies._packed.stock import Stock
 from freehold.plan.problem import Item, align_up
 
 __all__ = ["improve"]
@@ -36,25 +37,27 @@ class _Move:
     partner_bin: Bin
     given: tuple[Item, ...]
     taken: tuple[Item, ...]
+    buckets: tuple[int, int]
 
 
-def improve(plan: DealtPlan, *, target: int, alignment: int, work: int) -> None:
+def improve(plan: DealtPlan, stock: Stock, *, target: int, work: int) -> None:
     """Exchange until the dearest rank is at ``target``, nothing helps any more, or ``work`` exchanges were looked at.
 
     Args:
         plan: Changed in place.
+        stock: What it was made of.
         target: Cost at which to stop.
-        alignment: Of offsets.
         work: Exchanges to look at, at most.
     """
-    _Improver(plan, alignment, work).run(target)
+    _Improver(plan, stock, work).run(target)
 
 
 class _Improver:
-    def __init__(self, plan: DealtPlan, alignment: int, work: int) -> None:
+    def __init__(self, plan: DealtPlan, stock: Stock, work: int) -> None:
         self._plan = plan
         self._loads = plan.loads
-        self._alignment = alignment
+        self._alignment = stock.alignment
+        self._least_numel = stock.least_bucket_numel
         self._work = work
         self._ranked = sorted((load, rank) for rank, load in enumerate(self._loads))
         self._with_room: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -77,15 +80,18 @@ class _Improver:
         return best
 
     def _gifts(self, rank: int) -> Iterator[_Move]:
-        """Give one param to the least loaded rank that has room for it in the same bucket."""
-        for index, bucket in enumerate(self._plan.buckets):
-            for mine in bucket.bins[rank]:
+        """Give one param to the least loaded rank that has room for it, in the same bucket or in a later one.
+
+        A later bucket is ready later than the param is, which is allowed; the bucket it leaves must stay large enough.
+        """
+        buckets = self._plan.buckets
+        for source in range(len(buckets) - 1, -1, -1):
+            for mine in buckets[source].bins[rank]:
                 for given in _classes(mine).values():
-                    self._work -= 1
-                    found = self._least_loaded_with_room(index, self._size(given[0]))
-                    if found is None or found[0] == rank:
+                    found = self._best_room(source, self._size(given[0]), given[0].numel)
+                    if found is None or found[1] == rank:
                         continue
-                    partner, theirs = found
+                    target, partner, theirs = found
                     cost = given[0].cost
                     yield _Move(
                         peak=max(self._loads[rank] - cost, self._loads[partner] + cost),
@@ -95,7 +101,20 @@ class _Improver:
                         partner_bin=theirs,
                         given=(given[0],),
                         taken=(),
+                        buckets=(source, target),
                     )
+
+    def _best_room(self, source: int, size: int, numel: int) -> tuple[int, int, Bin] | None:
+        """Bucket, rank and bin with room for ``size`` at the least loaded rank, from bucket ``source`` on."""
+        best: tuple[int, int, Bin] | None = None
+        buckets = self._plan.buckets
+        stop = len(buckets) if buckets[source].real_numel - numel >= self._least_numel else source + 1
+        for target in range(source, stop):
+            self._work -= 1
+            found = self._least_loaded_with_room(target, size)
+            if found is not None and (best is None or self._loads[found[0]] < self._loads[best[1]]):
+                best = (target, *found)
+        return best
 
     def _least_loaded_with_room(self, index: int, size: int) -> tuple[int, Bin] | None:
         """Rank and bin of the bucket; the heap's entries are put right when they come to its top."""
@@ -125,7 +144,7 @@ class _Improver:
         best = loads[rank]
         for _, partner in self._ranked[:_NUM_PARTNERS]:
             gap = loads[rank] - loads[partner]
-            for bucket in self._plan.buckets:
+            for index, bucket in enumerate(self._plan.buckets):
                 self._work -= 1
                 mine, theirs = bucket.bins[rank], bucket.bins[partner]
                 if not (len(mine) == len(theirs) == 1 and mine[0].whole and theirs[0].whole):
@@ -142,23 +161,24 @@ class _Improver:
                         partner_bin=theirs[0],
                         given=tuple(mine[0].items),
                         taken=tuple(theirs[0].items),
+                        buckets=(index, index),
                     )
 
     def _item_moves(self, rank: int) -> Iterator[_Move]:
         for _, partner in self._ranked[:_NUM_PARTNERS_FOR_ITEMS]:
-            for bucket in self._plan.buckets:
+            for index, bucket in enumerate(self._plan.buckets):
                 for mine in bucket.bins[rank]:
                     for theirs in bucket.bins[partner]:
-                        yield from self._between(rank, mine, partner, theirs)
+                        yield from self._between(index, rank, mine, partner, theirs)
 
-    def _between(self, rank: int, mine: Bin, partner: int, theirs: Bin) -> Iterator[_Move]:
-        """Give one param for nothing, for one, or for as many as fill its place."""
+    def _between(self, index: int, rank: int, mine: Bin, partner: int, theirs: Bin) -> Iterator[_Move]:
+        """Give one param for one, or for as many as fill its place."""
         loads = self._loads
         gap = loads[rank] - loads[partner]
         others = _classes(theirs)
         for given in _classes(mine).values():
             size, cost = self._size(given[0]), given[0].cost
-            options: list[list[Item]] = [[]] if size <= theirs.room else []
+            options: list[list[Item]] = []
             for other in others.values():
                 other_size = self._size(other[0])
                 counts = {1, size // other_size} if size > other_size else {1}
@@ -177,6 +197,7 @@ class _Improver:
                         partner_bin=theirs,
                         given=(given[0],),
                         taken=tuple(taken),
+                        buckets=(index, index),
                     )
 
     def _size(self, item: Item) -> int:
@@ -190,6 +211,9 @@ class _Improver:
         size = sum(map(self._size, move.given)) - sum(map(self._size, move.taken))
         move.bin.items = [item for item in move.bin.items if item not in given] + list(move.taken)
         move.partner_bin.items = [item for item in move.partner_bin.items if item not in taken] + list(move.given)
+        moved = sum(item.numel for item in move.given) - sum(item.numel for item in move.taken)
+        for index, sign in zip(move.buckets, (-1, 1), strict=True):
+            self._plan.buckets[index].real_numel += sign * moved
         for one, rank, sign in ((move.bin, move.rank, -1), (move.partner_bin, move.partner, 1)):
             one.cost += sign * shift
             one.room -= sign * size
