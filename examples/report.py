@@ -60,7 +60,9 @@ def layout_lines(layout: Layout) -> list[str]:
         padding = _percent(bucket.numel - bucket.real_numel, bucket.real_numel)
         size = f"{bucket.real_numel:,} elements, {bucket.num_ranks} shards of {bucket.shard_numel:,}"
         lines.append(row(f"  {bucket.index} {bucket.mode} {bucket.dtype}", f"{size}, padding {padding}"))
-    lines.append(row("padding", f"{_percent(layout.padding_numel, layout.real_numel)} of {layout.real_numel:,} elements"))
+    lines.append(
+        row("padding", f"{_percent(layout.padding_numel, layout.real_numel)} of {layout.real_numel:,} elements")
+    )
     for rule, meaning in (("matrix", "Muon"), ("elementwise", "AdamW")):
         numels = [spec.numel for spec in layout.params if spec.rule == rule and spec.tied_to is None]
         lines.append(row(f"{meaning} params", f"{len(numels)}, together {sum(numels):,} elements"))

@@ -18,7 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from freehold import AdamW, Group, LayerwiseOptimizer, Muon
 
-__all__ = ["SYSTEM_NAMES", "OptimizerOptions", "StateBytes", "System", "build_system", "split_params", "wrap_ddp"]
+__all__ = [
+    "SYSTEM_NAMES",
+    "OptimizerOptions",
+    "StateBytes",
+    "System",
+    "build_system",
+    "held_bytes",
+    "split_params",
+    "wrap_ddp",
+]
 
 SYSTEM_NAMES = ("freehold", "ddp-muon", "ddp-adamw")
 
@@ -70,7 +79,7 @@ class System:
     optimizers: tuple[torch.optim.Optimizer, ...]
     no_sync: Callable[[], AbstractContextManager[None]]
     clip_grad_norm: Callable[[float], Tensor]
-    settle: Callable[[], None]
+    settle: Callable[[], object]
     close: Callable[[], None]
     state_bytes: Callable[[], StateBytes]
 
@@ -145,7 +154,7 @@ def wrap_ddp(name: str, model: nn.Module, optimizers: tuple[torch.optim.Optimize
         clip_grad_norm=lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         settle=dist.barrier,
         close=lambda: None,
-        state_bytes=lambda: StateBytes(state_bytes=sum(map(_held_bytes, optimizers)), master_bytes=0),
+        state_bytes=lambda: StateBytes(state_bytes=sum(map(held_bytes, optimizers)), master_bytes=0),
     )
 
 
@@ -168,6 +177,7 @@ def _adamw_groups(params: dict[str, nn.Parameter]) -> list[dict[str, object]]:
     return [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
 
 
-def _held_bytes(optimizer: torch.optim.Optimizer) -> int:
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors in the state of a torch optimizer."""
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

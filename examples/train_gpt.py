@@ -163,9 +163,7 @@ def _loss(forward: nn.Module, batch: Batch, device: torch.device) -> Tensor:
 def _validate(model: nn.Module, options: TrainOptions, device: torch.device, text: Tensor) -> float:
     """Bits per byte on held-out text; each rank takes every num_ranks-th batch."""
     num_batches = options.valid_batches
-    batches = validation_batches(
-        text, num_batches=num_batches, batch_size=options.batch_size, seq_len=options.seq_len
-    )
+    batches = validation_batches(text, num_batches=num_batches, batch_size=options.batch_size, seq_len=options.seq_len)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches[dist.get_rank() :: dist.get_world_size()]:
         total += _loss(model, batch, device)
@@ -231,23 +229,30 @@ def _bytes_per_step(options: TrainOptions) -> int:
 
 def _start_process_group(options: TrainOptions) -> torch.device:
     """Join the ranks that torchrun started, or be the only one; NCCL if every local rank has a GPU, else gloo."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    wants_gpu = options.device == "cuda" or (
-        options.device == "auto" and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    )
-    device = torch.device("cuda", local_rank) if wants_gpu and torch.cuda.is_available() else torch.device("cpu")
+    device = _device(options)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    threads = options.threads or (1 if device.type == "cpu" else None)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        device_id=device if device.type == "cuda" else None,
-        **alone,
+    if device.type == "cpu" or options.threads is not None:
+        torch.set_num_threads(options.threads or 1)
+    alone = (
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # pyright: ignore
     )
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device, **alone)
+    else:
+        dist.init_process_group("gloo", **alone)
     return device
+
+
+def _device(options: TrainOptions) -> torch.device:
+    """The GPU of this local rank if each has one, else the CPU; what ``--device`` asks for, or an error."""
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= num_local_ranks
+    if options.device == "cuda" and not enough:
+        raise SystemExit(f"--device cuda: {num_local_ranks} GPUs wanted, {torch.cuda.device_count()} found")
+    if options.device == "cpu" or not enough:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _parse(argv: list[str] | None) -> TrainOptions:

@@ -14,6 +14,7 @@ __all__ = [
     "PlanTypeError",
     "RoutingError",
     "RuleError",
+    "SourceError",
     "UnsupportedError",
 ]
 
@@ -40,6 +41,10 @@ class RoutingError(FreeholdError, ValueError):
 
 class RuleError(FreeholdError, ValueError):
     """An option that a rule cannot work with, at construction or after an edit of a param group."""
+
+
+class SourceError(FreeholdError, ValueError):
+    """A model source that cannot be read: a missing or damaged file, an unknown architecture, a package that is missing."""
 
 
 class ConsistencyError(FreeholdError, RuntimeError):

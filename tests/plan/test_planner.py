@@ -216,6 +216,13 @@ def test_flat_params_are_cut_at_shard_edges() -> None:
     ]
 
 
+@pytest.mark.parametrize(("bucket_numel", "sizes"), [(100, [100, 130, 70]), (101, [230, 70]), (231, [300])])
+def test_flat_buckets_close_as_soon_as_they_hold_bucket_numel(bucket_numel: int, sizes: list[int]) -> None:
+    params = [ParamSpec(name=f"n{numel}", shape=(numel,), rule="elementwise") for numel in (70, 130, 100)]
+    layout = plan(params, num_ranks=2, bucket_numel=bucket_numel)
+    assert [b.real_numel for b in layout.buckets] == sizes
+
+
 @pytest.mark.parametrize(
     ("real_numel", "num_ranks", "expected"),
     [

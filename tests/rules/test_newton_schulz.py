@@ -123,6 +123,14 @@ def test_b23_batches_have_the_bits_of_separate_matrices(shape: tuple[int, int, i
     assert torch.equal(newton_schulz(strided.copy_(grads)), separate)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_autograd_is_not_recorded(scale: float) -> None:
+    grad = (torch.randn(4, 6) * scale).requires_grad_()
+    out = newton_schulz(grad)
+    assert not out.requires_grad
+    assert torch.equal(out, newton_schulz(grad.detach()))
+
+
 def test_an_empty_batch_is_an_empty_result() -> None:
     assert newton_schulz(torch.zeros(0, 4, 8)).shape == (0, 4, 8)
 

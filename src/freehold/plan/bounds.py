@@ -177,9 +177,7 @@ def _pigeonhole(granules: Sequence[_Granules], num_ranks: int) -> BoundTerm | No
     for k in range(1, min(_MAX_PIGEONHOLES, (ends[-1] - 1) // num_ranks) + 1):
         value = top_sum(k * num_ranks + 1) - top_sum(k * num_ranks - k)
         if best is None or value > best.value:
-            best = BoundTerm(
-                reason="pigeonhole", value=value, item=granules[bisect_left(ends, k * num_ranks + 1)].item
-            )
+            best = BoundTerm(reason="pigeonhole", value=value, item=granules[bisect_left(ends, k * num_ranks + 1)].item)
     return best
 
 

@@ -199,7 +199,6 @@ def _check_minimum(layout: Layout, ready: list[int]) -> list[str]:
         if group in next_ready and not position < barrier.get(group, -1) < next_ready[group]:
             problems += _below_minimum(layout, bucket)
         next_ready[group] = position
-        barrier.pop(group, None)
     return problems
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from freehold.errors import PlanError, PlanTypeError
 
@@ -110,15 +110,12 @@ class ParamSpec:
 
 
 def _checked_shape(name: str, shape: object) -> tuple[int, ...]:
-    if isinstance(shape, (str, bytes)) or not isinstance(shape, (tuple, list)):
+    if not isinstance(shape, (tuple, list)):
         raise PlanTypeError(f"param {name!r}: shape must be a tuple of ints, got {shape!r}")
-    sizes: list[int] = []
-    for size in shape:  # pyright: ignore[reportUnknownVariableType]  the elements are what is being checked
-        if type(size) is not int:
-            raise PlanTypeError(f"param {name!r}: shape must be a tuple of ints, got {shape!r}")
-        if size < 1:
-            raise PlanError(
-                f"param {name!r}: every size of its shape must be at least 1, got {tuple(shape)!r}"
-            )
-        sizes.append(size)
-    return tuple(sizes)
+    sizes = cast("tuple[object, ...]", tuple(shape))  # pyright: ignore[reportUnknownArgumentType]
+    checked = tuple(size for size in sizes if type(size) is int)
+    if len(checked) != len(sizes):
+        raise PlanTypeError(f"param {name!r}: shape must be a tuple of ints, got {shape!r}")
+    if any(size < 1 for size in checked):
+        raise PlanError(f"param {name!r}: every size of its shape must be at least 1, got {checked!r}")
+    return checked

@@ -29,6 +29,7 @@ _EXPONENT_BITS = {
 }
 
 
+@torch.no_grad()
 def newton_schulz(
     grad: Tensor,
     *,
@@ -64,7 +65,7 @@ def newton_schulz(
             that it cannot overflow.
 
     Returns:
-        A tensor of the shape of ``grad``, of type ``dtype``. For ``M > N`` it is a transposed view.
+        A tensor of the shape of ``grad``, of type ``dtype``, outside autograd. For ``M > N`` it is a transposed view.
 
     Raises:
         RuleError: Not two or three dimensions, not three coefficients, or a number of steps out of range.

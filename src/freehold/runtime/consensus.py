@@ -104,10 +104,10 @@ class StepConsensus:
         if error is None:
             try:
                 self._check_params()
-                return self._reducer.state(), None
-            except (ValueError, TypeError, RuntimeError) as found:
+                self._reducer.take_in_foreign_grads()
+            except Exception as found:  # every rank must learn of it, whatever it is
                 error = found
-        return WindowState(passes_before=0, passes=0, pending=False), error
+        return self._reducer.state(), error
 
     def _refuse_disagreement(self, rows: list[StepRow], operation: str, error: Exception | None, options: str) -> None:
         if any(row.failed for row in rows):
@@ -144,7 +144,7 @@ def options_text(param_groups: Sequence[dict[str, Any]]) -> str:
     """The options of all param groups in a form that can be compared between ranks."""
     return repr(
         [
-            [(key, float(v) if isinstance(v, Tensor) else v) for key, v in group.items() if key != "params"]
+            [(key, v.tolist() if isinstance(v, Tensor) else v) for key, v in group.items() if key != "params"]
             for group in param_groups
         ]
     )

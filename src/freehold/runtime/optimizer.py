@@ -110,7 +110,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         rules = {"matrix": matrix, "elementwise": elementwise}
         options = Options(
             rules={kind: rule for kind, rule in rules.items() if rule is not None},
-            groups=tuple(groups or ()),
+            groups=() if groups is None else groups,
             bucket_numel=bucket_numel,
             policy=policy,
             reduce_dtype=reduce_dtype,

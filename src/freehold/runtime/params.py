@@ -66,7 +66,8 @@ class ManagedParam:
 
     def mark(self) -> None:
         """Let ``p.grad`` say that the gradient is in the bucket."""
-        if self._marker._version != self._marker_version:
+        like = (self._marker.dtype, self._marker.device) == (self.param.dtype, self.param.device)
+        if self._marker._version != self._marker_version or not like:  # not like: model.to(...), refused at step
             self._renew_marker()
         self.param.grad = self._marker
 

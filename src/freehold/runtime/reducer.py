@@ -80,16 +80,16 @@ class GradientReducer:
     def before_accumulate(self, p: ManagedParam) -> None:
         """Autograd is about to add a gradient to ``p.grad``: make that harmless whatever state the bucket is in."""
         bucket = self._buckets[p.bucket]
-        if self.syncing and not self._pass_open:
-            self._open_pass()
         if bucket.grad_phase in (GradPhase.REDUCING, GradPhase.REDUCED):
-            if p.in_pass and self.syncing:
+            if p.in_pass and self._in_pass():
                 raise UnsupportedError(
                     f"param {p.name!r} received a second gradient in one backward after its bucket {bucket.index} "
                     "had been reduced. Reentrant activation checkpointing of a module that is used twice does this; "
                     "use checkpoint(..., use_reentrant=False)"
                 )
             self._reopen(bucket)
+        if self.syncing and not self._pass_open and self._passes == 0:
+            self._open_pass()
         p.adds = p.marked() and p.filled
         if p.marked():
             p.param.grad = None
@@ -103,7 +103,7 @@ class GradientReducer:
                 "only dense gradients are supported (for embeddings: sparse=False)"
             )
         self._store(p, grad)
-        if not self.syncing:
+        if not self._in_pass():
             p.param.grad = p.grad_view if p.viewable else None
             if not p.viewable:
                 p.mark()
@@ -132,6 +132,10 @@ class GradientReducer:
             self._end_pass()
 
     # ---- passes ------------------------------------------------------------------------------------------------------
+
+    def _in_pass(self) -> bool:
+        """Whether gradients that arrive now are launched, rather than kept for the window's second pass."""
+        return self.syncing and self._pass_open
 
     def _open_pass(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -213,14 +217,15 @@ class GradientReducer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def state(self) -> WindowState:
-        """This rank's progress; takes in gradients that the user put into ``p.grad`` by hand.
+        """This rank's progress, once it has run the window's first pass, with zeros if it had no backward of its own.
 
-        Raises:
-            LifecycleError: ``p.grad`` was replaced after its bucket had been reduced.
+        That pass comes before the exchange on every rank: a peer may stand in its backward, waiting for this rank's part.
         """
         if self._pass_open:
             self._end_pass()
-        self._take_in_foreign_grads()
+        if self._passes == 0:
+            self._open_pass()
+            self._end_pass()
         return WindowState(
             passes_before=self._passes_before,
             passes=self._passes,
@@ -228,7 +233,14 @@ class GradientReducer:
         )
 
     @torch.no_grad()
-    def _take_in_foreign_grads(self) -> None:
+    def take_in_foreign_grads(self) -> None:
+        """Take over gradients that the user put into ``p.grad`` by hand.
+
+        Raises:
+            LifecycleError: ``p.grad`` was replaced after its bucket had been reduced.
+        """
+        if self._pass_open:
+            self._end_pass()
         late: list[str] = []
         for p in self._params:
             grad = p.foreign_grad()

@@ -90,12 +90,12 @@ def agreed_blueprint(params: object, options: Options, group: dist.ProcessGroup 
         ConsistencyError: The ranks' models or arguments differ.
     """
     control = control_comm(group)
-    blueprint, error = None, None
+    blueprint, error, values = None, None, {}
     try:
         blueprint = draw_up(params, options, control.num_ranks)
-    except (ValueError, TypeError, RuntimeError) as found:
+        values = _values_to_compare(blueprint, options)
+    except Exception as found:  # whatever it is, a user's policy or model may raise it, and no rank may leave alone
         error = found
-    values = {} if blueprint is None else _values_to_compare(blueprint, options)
     agree(control, error, values, doing="making a LayerwiseOptimizer")
     assert blueprint is not None, "agree() raises where a rank failed"
     return blueprint
@@ -150,6 +150,8 @@ def _check_options(options: Options) -> None:
             )
         if rule.kind != kind:
             raise RoutingError(f"{kind}= was given {type(rule).__name__}, a rule of kind {rule.kind!r}")
+    if not isinstance(options.groups, (list, tuple)):
+        raise PlanTypeError(f"groups must be a list of freehold.Group, got {type(options.groups).__name__}")
     for group in options.groups:
         if not isinstance(group, Group):
             raise PlanTypeError(f"groups must hold freehold.Group(pattern, ...), got {type(group).__name__}")

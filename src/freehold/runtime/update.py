@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def update_bucket(
             step=run[0].param.num_steps + 1,
         )
         rules[group["rule"]].update(span, group)
+    if any(piece.slot.offset > last.slot.offset + last.slot.numel for run in runs for last, piece in pairwise(run)):
+        bucket.memory.own_grads.zero_()  # a rule leaves anything there, and alignment padding must be 0 in the next window
     if bucket.master_is_copy:
         bucket.memory.own_weights.copy_(bucket.memory.master)
 

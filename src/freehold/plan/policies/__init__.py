@@ -7,6 +7,7 @@ from types import FunctionType
 from freehold.errors import PlanError, PlanTypeError
 from freehold.plan.policies.absorb import absorb_policy
 from freehold.plan.policies.ns_cost import ns_cost_policy
+from freehold.plan.policies.packed import PackedPolicy
 from freehold.plan.policies.threshold import threshold_policy
 from freehold.plan.problem import Policy
 
@@ -16,6 +17,7 @@ POLICIES: dict[str, Policy] = {
     "threshold": threshold_policy,
     "absorb": absorb_policy,
     "ns_cost": ns_cost_policy,
+    "packed": PackedPolicy(),
 }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from freehold.plan.policies._packed.book import RecipeBook
-from freehold.plan.policies._packed.fill import BIG_FIRST, LARGEST_IN, PROPORTIONAL
+from freehold.plan.policies._packed.fill import BIG_FIRST, LARGEST_IN, PROPORTIONAL, SMALL_FIRST
 from freehold.plan.policies._packed.plans import Plans
 from freehold.plan.policies._packed.recipe import Recipe
 from freehold.plan.policies._packed.stock import Counts, Stock
@@ -33,22 +33,26 @@ class Effort:
         num_heads: Positions in backward order up to which a bucket may take, per state.
         num_heights: Shard sizes tried per position.
         modes: Ways to fill.
-        work: Work of the filler after which only the best state of each band goes on.
+        percent: Its part of the work that the policy allows.
     """
 
     width: int
     num_heads: int
     num_heights: int
     modes: tuple[int, ...]
-    work: int
+    percent: int
 
 
 EFFORTS = (
-    Effort(width=2, num_heads=3, num_heights=4, modes=(BIG_FIRST, PROPORTIONAL), work=40_000),
-    Effort(width=4, num_heads=8, num_heights=8, modes=(BIG_FIRST, PROPORTIONAL), work=200_000),
-    Effort(width=8, num_heads=8, num_heights=24, modes=(BIG_FIRST, PROPORTIONAL), work=800_000),
+    Effort(width=2, num_heads=3, num_heights=4, modes=(BIG_FIRST, PROPORTIONAL), percent=25),
+    Effort(width=4, num_heads=8, num_heights=8, modes=(BIG_FIRST, PROPORTIONAL), percent=25),
+    Effort(width=2, num_heads=4, num_heights=16, modes=(PROPORTIONAL,), percent=25),
+    Effort(width=2, num_heads=4, num_heights=16, modes=(SMALL_FIRST,), percent=25),
 )
-"""Tried in order until a plan meets the lower bound or the policy's own limit is reached."""
+"""Tried in order until the policy's limit is reached. Plans of different efforts differ in exposure and makespan."""
+
+_HURRY = Effort(width=1, num_heads=1, num_heights=2, modes=(BIG_FIRST,), percent=0)
+"""What is left of an effort once it is behind its schedule."""
 
 _BANDS_PER_BUCKET = 4
 """Bands of packed size in the largest bucket allowed; wider than a small bucket, so that bucket_numel=1 stays cheap."""
@@ -87,16 +91,26 @@ class Beam:
         """Work done so far."""
         return self._book.filler.work
 
-    def run(self, effort: Effort) -> None:
-        """Search once, from the beginning."""
-        until = self.work + effort.work
+    def run(self, effort: Effort, total_work: int) -> None:
+        """Search once, from the beginning.
+
+        Args:
+            effort: How hard.
+            total_work: Work of the filler for all efforts; beyond its part, an effort hurries. Its part is spread evenly
+                over the params, so that the last buckets, which decide about the padding, get theirs.
+        """
+        work = total_work * effort.percent // 100
+        began = self.work
         counts = self._stock.counts
         start = _State(packed=(0,) * len(counts), size=0, height=0, head=0, recipes=())
         bands: dict[int, dict[Counts, _State]] = {0: {start.packed: start}}
         while bands:
             states = bands.pop(min(bands))
-            for state in self._kept(states, effort, until):
-                for child in self._children(state, effort):
+            least_size = min(state.size for state in states.values())
+            late = (self.work - began) * self._stock.total > work * (least_size + self._largest_bucket)
+            now = _HURRY if late else effort
+            for state in self._kept(states, now):
+                for child in self._children(state, now):
                     band = child.size * _BANDS_PER_BUCKET // self._largest_bucket
                     known = bands.setdefault(band, {})
                     other = known.get(child.packed)
@@ -107,7 +121,7 @@ class Beam:
         stock = self._stock
         return max(stock.bound, height + align_up(-(-rest // stock.num_ranks), stock.step))
 
-    def _kept(self, states: dict[Counts, _State], effort: Effort, until: int) -> list[_State]:
+    def _kept(self, states: dict[Counts, _State], effort: Effort) -> list[_State]:
         """The states of a band that are worth expanding: most of them the best, the others spread over the rest."""
         stock = self._stock
 
@@ -120,9 +134,7 @@ class Beam:
         if not ranked:
             return []
         width = effort.width
-        if self.work > until:
-            width = 1
-        elif stock.total - ranked[0].size > _FAR_BUCKETS * self._largest_bucket:
+        if stock.total - ranked[0].size > _FAR_BUCKETS * self._largest_bucket:
             width = min(width, 2)
         if len(ranked) <= width:
             return ranked
@@ -137,8 +149,9 @@ class Beam:
         rest_size = stock.total - state.size
         if rest_size <= self._largest_bucket:
             least = self._least_height(state.height, rest_size) - state.height
-            self._finish(state, self._book.closing(rest, least))
-        if rest_size <= 2 * self._largest_bucket:
+            most = min(stock.most_shard_numel, self._plans.cutoff - state.height)
+            self._finish(state, self._book.closing(rest, least, most))
+        if effort is not _HURRY and rest_size <= 2 * self._largest_bucket:
             self._finish_in_two(state, rest, rest_size)
         enough = _ENOUGH_CHILDREN if rest_size <= _FAR_BUCKETS * self._largest_bucket else _ENOUGH_CHILDREN // 2
         perfect = 0
@@ -213,7 +226,10 @@ class Beam:
             for first in self._firsts(rest, height):
                 if stock.least_numel_of(first.taken) < stock.least_bucket_numel:
                     continue
-                if stock.num_ranks * first.shard_numel - stock.size_of(first.taken) > stock.num_ranks * target - rest_size:
+                if (
+                    stock.num_ranks * first.shard_numel - stock.size_of(first.taken)
+                    > stock.num_ranks * target - rest_size
+                ):
                     continue
                 left = tuple([c - t for c, t in zip(rest, first.taken, strict=True)])
                 second = self._all_in(left, target - first.shard_numel)

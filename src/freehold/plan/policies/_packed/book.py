@@ -15,6 +15,9 @@ __all__ = ["RecipeBook"]
 _MAX_HEIGHT_BITS = 1 << 18
 """Heights are read from a bit set of at most this many bits."""
 
+_MAX_CLOSING_HEIGHTS = 512
+"""Heights of a closing bucket among which is searched."""
+
 _MAX_CLOSING_TRIES = 24
 """Heights of a closing bucket that are tried in order; beyond, the eight lowest and then bisection."""
 
@@ -27,15 +30,19 @@ class RecipeBook:
         self.filler = Filler(stock.weights)
         self._stack_kinds = tuple(i for i, kind in enumerate(stock.kinds) if kind.is_stack)
         self._recipes: dict[tuple[Counts, int, int], tuple[Recipe, ...]] = {}
-        self._closings: dict[tuple[Counts, int], Recipe | None] = {}
+        self._closings: dict[tuple[Counts, int, int], Recipe | None] = {}
 
     def heights(self, counts: Counts, low: int, high: int, most: int) -> list[int]:
-        """Shard sizes worth trying from ``low`` to ``high``, tallest first: whole rows across the ranks, and heights
-        at which stacks can be cut; the sums that rows can reach, thinned to ``most``."""
+        """Shard sizes worth trying from ``low`` to ``high``, tallest first: sums that whole rows across the ranks can
+        reach, among them multiples of what there is most of, and heights at which stacks can be cut; each of these
+        thinned to about ``most``."""
         stock = self._stock
         rows = tuple(-(-c // stock.num_ranks) for c in self._loose(counts))
-        found = {align_up(s, stock.shard_unit) for s in self._bits(rows, low, high)}
-        chosen = set(_thinned(sorted(h for h in found if low <= h <= high), most))
+        chosen = {align_up(s, stock.shard_unit) for s in _some(self._bits(rows, low, high), most, stock.unit)}
+        plenty = max(range(len(rows)), key=lambda i: rows[i] * stock.kinds[i].size)
+        size = stock.kinds[plenty].size
+        chosen.update(_thinned(list(range(align_up(max(low, 1), size), high + 1, size)), -(-most // 2)))
+        chosen = {height for height in chosen if low <= height <= high}
         for unit in self._run_units(counts):
             chosen.update(_thinned(list(range(align_up(low, unit), high + 1, unit)), most))
         return sorted(chosen, reverse=True)
@@ -48,30 +55,23 @@ class RecipeBook:
             found = self._recipes[key] = tuple(self._make(counts, height, mode))
         return found
 
-    def closing(self, counts: Counts, least: int) -> Recipe | None:
-        """One bucket that takes everything that is left, as low as can be found from a shard size of ``least`` on."""
-        key = (counts, least)
+    def closing(self, counts: Counts, least: int, most: int) -> Recipe | None:
+        """One bucket that takes everything that is left, as low as can be found between two shard sizes."""
+        key = (counts, least, most)
         if key not in self._closings:
-            self._closings[key] = self._close(counts, least)
+            self._closings[key] = self._close(counts, least, most)
         return self._closings[key]
 
     def _loose(self, counts: Counts) -> Counts:
         return tuple(0 if self._stock.kinds[i].is_stack else c for i, c in enumerate(counts))
 
-    def _bits(self, counts: Counts, low: int, high: int) -> list[int]:
-        """Sums of sizes that ``counts`` can reach between the two, in elements."""
+    def _bits(self, counts: Counts, low: int, high: int) -> tuple[int, int]:
+        """Sums of sizes that ``counts`` can reach between the two, as bits, and the sum of bit 0, in units."""
         unit = self._stock.unit
         first, last = -(-low // unit), high // unit
         if last < first or last > _MAX_HEIGHT_BITS:
-            return []
-        bits = self.filler.sums(counts, last)[0] >> first
-        text = bin(bits)[:1:-1]
-        found: list[int] = []
-        at = text.find("1")
-        while at >= 0:
-            found.append((first + at) * unit)
-            at = text.find("1", at + 1)
-        return found
+            return 0, first
+        return self.filler.sums(counts, last)[0] >> first, first
 
     def _run_units(self, counts: Counts) -> list[int]:
         """Shards may cross stacks of many granules only at multiples of these."""
@@ -92,6 +92,8 @@ class RecipeBook:
             yield bins_recipe(stock, self.filler, small, height, mode)
         if height % stock.shard_unit:
             return
+        if not self._stack_kinds:
+            return
         loose = self._loose(counts)
         run_kinds = [i for i in self._stack_kinds if counts[i]]
         for choice in run_choices(stock, counts, run_kinds, height):
@@ -100,20 +102,21 @@ class RecipeBook:
             if recipe is not None:
                 yield recipe
 
-    def _close(self, counts: Counts, least: int) -> Recipe | None:
+    def _close(self, counts: Counts, least: int, most: int) -> Recipe | None:
         stock = self._stock
         largest = max(kind.granule for c, kind in zip(counts, stock.kinds, strict=True) if c)
         floor = max(-(-stock.size_of(counts) // stock.num_ranks), largest)
         low = max(floor, least)
-        high = min(stock.most_shard_numel, align_up(low + largest + stock.unit, stock.shard_unit) + stock.shard_unit)
         if any(counts[i] for i in self._stack_kinds):
-            return self._close_stacks(counts, low)
-        return self._close_bins(counts, low, high)
+            return self._close_stacks(counts, low, most)
+        # Bins as full as can be are each above the mean, or everything fits: this height is always enough.
+        enough = align_up(floor + largest + stock.unit, stock.shard_unit) + stock.shard_unit
+        return self._close_bins(counts, low, min(most, enough)) if low <= most else None
 
     def _close_bins(self, counts: Counts, low: int, high: int) -> Recipe | None:
         stock = self._stock
-        sums = {align_up(s, stock.shard_unit) for s in self._bits(counts, low, high)}
-        heights = sorted(h for h in sums if h <= high) or [high]
+        sums = _some(self._bits(counts, low, high), _MAX_CLOSING_HEIGHTS, stock.unit)
+        heights = sorted({h for s in sums if (h := align_up(s, stock.shard_unit)) <= high}) or [high]
         tries = heights if len(heights) <= _MAX_CLOSING_TRIES else heights[:8]
         for height in tries:
             recipe = self._all_in(counts, height, MODES)
@@ -137,18 +140,16 @@ class RecipeBook:
                 return recipe
         return None
 
-    def _close_stacks(self, counts: Counts, low: int) -> Recipe | None:
+    def _close_stacks(self, counts: Counts, low: int, most: int) -> Recipe | None:
         stock = self._stock
         heights: set[int] = set()
         for unit in [stock.shard_unit, *self._run_units(counts)]:
             start = align_up(low, unit)
-            heights.update(range(start, min(stock.most_shard_numel, start + 8 * unit) + 1, unit))
-            heights.update(range(start, min(stock.most_shard_numel, 2 * start) + 1, max(unit, align_up(start // 8, unit))))
+            heights.update(range(start, min(most, start + 8 * unit) + 1, unit))
+            heights.update(range(start, min(most, 2 * start) + 1, align_up(start // 8, unit)))
         kinds = [i for i in self._stack_kinds if counts[i]]
         orders = [kinds, kinds[::-1]] if len(kinds) > 1 else [kinds]
         for height in sorted(heights):
-            if height > stock.most_shard_numel:
-                break
             if (recipe := self._all_in(counts, height, (BIG_FIRST,))) is not None:
                 return recipe
             for order in orders:
@@ -162,6 +163,24 @@ class RecipeBook:
                     if found.taken == counts:
                         return found
         return None
+
+
+def _some(sums: tuple[int, int], most: int, unit: int) -> list[int]:
+    """Elements of at most about ``most`` of the sums: all, or the two lowest, the two highest, and evenly between."""
+    bits, first = sums
+    if bits.bit_count() <= most:
+        text = bin(bits)[:1:-1]
+        return [(first + at) * unit for at, digit in enumerate(text) if digit == "1"]
+    top = bits.bit_length() - 1
+    found: set[int] = set()
+    for i in range(most):
+        at = top * i // most
+        rest = bits >> at
+        found.add(at + (rest & -rest).bit_length() - 1)
+    second = bits & (bits - 1)
+    found.add((second & -second).bit_length() - 1)
+    found.update((top, (bits ^ (1 << top)).bit_length() - 1))
+    return [(first + at) * unit for at in sorted(found)]
 
 
 def _thinned(values: list[int], most: int) -> list[int]:

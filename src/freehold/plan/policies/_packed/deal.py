@@ -7,7 +7,6 @@ has come together so far: dearest bin to the rank of least load, bucket after bu
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from freehold.plan.policies._packed.plans import KindPlan
@@ -68,11 +67,7 @@ def deal(problem: Problem, stock: Stock, plan: KindPlan) -> DealtPlan:
         if item.isolated:
             loads[0] += item.cost
     named = _named(problem, stock, plan)
-    mean_costs = _mean_costs(problem, stock)
-    dealt = [
-        _deal_bucket(stock, recipe, items, mean_costs, loads)
-        for recipe, items in zip(plan.recipes, named, strict=True)
-    ]
+    dealt = [_deal_bucket(stock, recipe, items, loads) for recipe, items in zip(plan.recipes, named, strict=True)]
     order = sorted(range(len(dealt)), key=lambda b: plan.ready[b])
     return DealtPlan(buckets=[dealt[b] for b in order], loads=loads)
 
@@ -90,13 +85,7 @@ def _named(problem: Problem, stock: Stock, plan: KindPlan) -> list[list[list[Ite
     return named
 
 
-def _mean_costs(problem: Problem, stock: Stock) -> list[int]:
-    return [sum(problem.items[at].cost for at in kind.queue) // len(kind.queue) for kind in stock.kinds]
-
-
-def _deal_bucket(
-    stock: Stock, recipe: Recipe, items: list[list[Item]], mean_costs: Sequence[int], loads: list[int]
-) -> DealtBucket:
+def _deal_bucket(stock: Stock, recipe: Recipe, items: list[list[Item]], loads: list[int]) -> DealtBucket:
     height = recipe.shard_numel
     bins: list[list[Bin]] = [[] for _ in range(stock.num_ranks)]
     open_bins: list[tuple[int, Bin, tuple[int, ...]]] = []
@@ -104,7 +93,7 @@ def _deal_bucket(
     bucket = DealtBucket(shard_numel=height, real_numel=real_numel, bins=bins)
     free_ranks = range(stock.num_ranks)
     if recipe.runs:
-        place = place_runs(stock, recipe, mean_costs, loads)
+        place = place_runs(stock, recipe, loads)
         free_ranks = place.free_ranks
         _put_runs(bucket, place, items, loads)
         for pocket in place.pockets:
@@ -112,13 +101,11 @@ def _deal_bucket(
             open_bins.append((pocket.rank, opened, pocket.pattern))
     ranks = sorted(free_ranks, key=lambda rank: (loads[rank], rank))
     patterns = [row.pattern for row in recipe.rows for _ in range(row.num_bins)]
-    worth = {p: sum(n * c for n, c in zip(p, mean_costs, strict=True)) for p in set(patterns)}
+    worth = {p: sum(n * c for n, c in zip(p, stock.mean_costs, strict=True)) for p in set(patterns)}
     patterns.sort(key=lambda pattern: -worth[pattern])
     empty = (0,) * len(stock.kinds)
     patterns += [empty] * (len(ranks) - len(patterns))
-    open_bins += [
-        (rank, Bin(offset=0, room=height, whole=True), p) for rank, p in zip(ranks, patterns, strict=True)
-    ]
+    open_bins += [(rank, Bin(offset=0, room=height, whole=True), p) for rank, p in zip(ranks, patterns, strict=True)]
     for rank, opened, _ in open_bins:
         bins[rank].append(opened)
     _fill_bins(stock, open_bins, items, loads)

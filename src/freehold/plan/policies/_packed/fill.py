@@ -34,10 +34,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
-    """Filled bins and what was left over."""
+    """Filled bins, what was left over, and how full the fullest one is."""
 
     rows: tuple[Row, ...]
     left: Counts
+    top: int
 
 
 class Filler:
@@ -46,21 +47,26 @@ class Filler:
     def __init__(self, weights: Sequence[int]) -> None:
         self._weights = tuple(weights)
         self._sums: dict[tuple[int, Counts], list[int]] = {}
+        self._patterns: dict[tuple[int, int, Counts, Counts], tuple[Counts, int]] = {}
         self._words = 0
         self.work = 0
 
     def sums(self, counts: Counts, capacity: int) -> list[int]:
         """Bit sets of the sums up to ``capacity``: entry i of those reachable with the kinds from i on."""
         useful = tuple([c if c * w <= capacity else capacity // w for c, w in zip(counts, self._weights, strict=True)])
+        return self._useful_sums(useful, capacity)
+
+    def _useful_sums(self, useful: Counts, capacity: int) -> list[int]:
         key = (capacity, useful)
         found = self._sums.get(key)
         if found is None:
             found = self._compute_sums(useful, capacity)
             words = len(useful) * (1 + capacity // 64)
-            self.work += words // 32 + len(useful)
+            self.work += words // 16 + 2 * len(useful)
             self._words += words
             if self._words > _CACHE_WORDS:
                 self._sums.clear()
+                self._patterns.clear()
                 self._words = words
             self._sums[key] = found
         return found
@@ -72,7 +78,7 @@ class Filler:
         for left, weight in zip(reversed(counts), reversed(self._weights), strict=True):
             step = 1
             while left:
-                take = min(step, left)
+                take = step if step < left else left
                 bits |= (bits << (weight * take)) & mask
                 left -= take
                 step *= 2
@@ -80,67 +86,82 @@ class Filler:
         result.reverse()
         return result
 
-    def choose(self, counts: Counts, room: int, mode: int, shares: Sequence[int]) -> Counts:
+    def choose(self, counts: Counts, room: int, mode: int, shares: Counts) -> Counts:
         """One choice of params that weighs as much as possible up to ``room``."""
-        return self._choose(self.sums(counts, room), counts, mode, shares)
+        useful = tuple([min(c, room // w) for c, w in zip(counts, self._weights, strict=True)])
+        return self._choose(useful, room, mode, shares)[0]
 
-    def _choose(self, sums: Sequence[int], counts: Counts, mode: int, shares: Sequence[int]) -> Counts:
-        room = sums[0].bit_length() - 1
-        chosen: list[int] = []
+    def _choose(self, useful: Counts, capacity: int, mode: int, shares: Counts) -> tuple[Counts, int]:
+        """A choice and its weight. ``useful`` counts are at most what fits alone."""
+        sums = self._useful_sums(useful, capacity)
+        top = room = sums[0].bit_length() - 1
+        self.work += len(useful) * (1 + capacity // 4096)
+        chosen = [0] * len(useful)
         for i, weight in enumerate(self._weights):
-            most = min(counts[i], room // weight)
-            take = 0
-            if most:
-                below = sums[i + 1]
-                for take in _tries(most, mode, shares[i]):
-                    if below >> (room - take * weight) & 1:
-                        break
-                room -= take * weight
-            chosen.append(take)
-        return tuple(chosen)
+            if not room:
+                break
+            most = room // weight
+            if most > useful[i]:
+                most = useful[i]
+            if not most:
+                continue
+            below = sums[i + 1]
+            if mode in (BIG_FIRST, LARGEST_IN):
+                while not below >> (room - most * weight) & 1:
+                    most -= 1
+                take = most
+            else:
+                tries = range(most + 1) if mode == SMALL_FIRST else _outward(min(shares[i], most), most)
+                take = next(take for take in tries if below >> (room - take * weight) & 1)
+            chosen[i] = take
+            room -= take * weight
+        return tuple(chosen), top
 
     def fill(self, counts: Counts, num_bins: int, capacity: int, mode: int) -> Bins:
         """Fill up to ``num_bins`` bins of ``capacity`` units, each as full as possible; empty bins are not listed."""
         left = list(counts)
+        limits = [capacity // weight for weight in self._weights]
+        nothing = (0,) * len(left)
         rows: list[Row] = []
-        while num_bins and any(left):
-            pattern = self._one_bin(left, num_bins, capacity, mode)
-            if not any(pattern):
+        highest = 0
+        while num_bins:
+            shares = nothing
+            if mode == PROPORTIONAL:
+                half = num_bins // 2
+                shares = tuple([min((c + half) // num_bins, limit) for c, limit in zip(left, limits, strict=True)])
+            pattern, top = self._one_bin(tuple(map(min, left, limits)), capacity, mode, shares)
+            if not top:
                 break
-            repeats = min([num_bins, *(left[i] // p for i, p in enumerate(pattern) if p)])
+            repeats = min([num_bins, *[left[i] // p for i, p in enumerate(pattern) if p]])
             if mode == PROPORTIONAL:
                 repeats = min(repeats, -(-num_bins // 2))
-            for i, p in enumerate(pattern):
-                if p:
-                    left[i] -= p * repeats
-            rows.append(Row(pattern=pattern, num_bins=repeats))
+            left = [c - p * repeats for c, p in zip(left, pattern, strict=True)]
+            highest = max(highest, top)
             num_bins -= repeats
-        return Bins(rows=tuple(rows), left=tuple(left))
+            if rows and rows[-1].pattern == pattern:
+                repeats += rows.pop().num_bins
+            rows.append(Row(pattern=pattern, num_bins=repeats))
+        return Bins(rows=tuple(rows), left=tuple(left), top=highest)
 
+    def _one_bin(self, useful: Counts, capacity: int, mode: int, shares: Counts) -> tuple[Counts, int]:
+        key = (capacity, mode, useful, shares)
+        found = self._patterns.get(key)
+        if found is None:
+            found = self._patterns[key] = self._fresh_bin(useful, capacity, mode, shares)
+        return found
 
-    def _one_bin(self, left: list[int], num_bins: int, capacity: int, mode: int) -> Counts:
-        counts = list(left)
+    def _fresh_bin(self, useful: Counts, capacity: int, mode: int, shares: Counts) -> tuple[Counts, int]:
         largest = -1
         if mode == LARGEST_IN:
-            largest = next((i for i, c in enumerate(left) if c and self._weights[i] <= capacity), -1)
-            if largest >= 0:
-                counts[largest] -= 1
-                capacity -= self._weights[largest]
-        half = num_bins // 2
-        sums = self.sums(tuple(counts), capacity)
-        pattern = self._choose(sums, tuple(counts), mode, [(c + half) // num_bins for c in counts])
-        self.work += len(counts) * (1 + capacity // 4096)
-        if largest >= 0:
-            return tuple([p + (i == largest) for i, p in enumerate(pattern)])
-        return pattern
-
-
-def _tries(most: int, mode: int, share: int) -> Sequence[int] | Iterator[int]:
-    if mode in (BIG_FIRST, LARGEST_IN):
-        return range(most, -1, -1)
-    if mode == SMALL_FIRST:
-        return range(most + 1)
-    return _outward(min(share, most), most)
+            largest = next((i for i, count in enumerate(useful) if count), -1)
+        if largest < 0:
+            return self._choose(useful, capacity, mode, shares)
+        room = capacity - self._weights[largest]
+        rest = tuple(
+            [min(c - (i == largest), room // w) for i, (c, w) in enumerate(zip(useful, self._weights, strict=True))]
+        )
+        pattern, top = self._choose(rest, room, mode, shares)
+        return tuple([p + (i == largest) for i, p in enumerate(pattern)]), top + self._weights[largest]
 
 
 def _outward(centre: int, most: int) -> Iterator[int]:

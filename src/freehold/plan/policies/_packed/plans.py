@@ -34,12 +34,17 @@ class KindPlan:
 class Plans:
     """Legal plans, best first, as long as they are within ``slack`` of the best."""
 
-    def __init__(self, stock: Stock, *, cutoff: int, slack: int) -> None:
+    def __init__(self, stock: Stock, *, slack: int) -> None:
         self._stock = stock
         self._slack = slack
         self._found: dict[tuple[tuple[tuple[int, ...], int], ...], KindPlan] = {}
-        self.best = cutoff + 1
-        self.cutoff = cutoff
+        # Far above any plan of use: as if every param had a row of shards to itself.
+        self.best = self.cutoff = 1 + sum(kind.size * len(kind.queue) for kind in stock.kinds) + stock.shard_unit
+
+    @property
+    def found(self) -> bool:
+        """Whether there is any legal plan."""
+        return bool(self._found)
 
     def add(self, recipes: Recipes, height: int) -> None:
         """Note a plan, if it is legal and good enough."""
@@ -64,7 +69,8 @@ class Plans:
     def _is_legal(self, recipes: Recipes, ready: tuple[int, ...]) -> bool:
         """Only the bucket that is ready last may be smaller than the minimum."""
         small = [
-            r for recipe, r in zip(recipes, ready, strict=True)
+            r
+            for recipe, r in zip(recipes, ready, strict=True)
             if self._stock.least_numel_of(recipe.taken) < self._stock.least_bucket_numel
         ]
         return not small or (len(small) == 1 and small[0] == max(ready))

@@ -58,7 +58,7 @@ def bins_recipe(stock: Stock, filler: Filler, counts: Counts, height: int, mode:
     """Fill every shard with whole params; those of ``counts`` that did not fit are left."""
     bins = filler.fill(counts, stock.num_ranks, height // stock.unit, mode)
     taken = tuple([c - left for c, left in zip(counts, bins.left, strict=True)])
-    top = max((stock.size_of(row.pattern) for row in bins.rows), default=0)
+    top = bins.top * stock.unit if stock.is_exact else max([0, *(stock.size_of(row.pattern) for row in bins.rows)])
     return Recipe(taken=taken, shard_numel=align_up(top, stock.shard_unit), rows=bins.rows)
 
 
@@ -88,7 +88,7 @@ def run_choices(stock: Stock, counts: Counts, run_kinds: Sequence[int], height: 
     choices: list[Counts] = []
     weight = sum(-(-stock.kinds[i].size // unit) * stacks[i] for i in run_kinds)
     for target in targets:
-        shares = [(c * target + weight // 2) // weight for c in stacks]
+        shares = tuple([(c * target + weight // 2) // weight for c in stacks])
         choices += [filler.choose(stacks, target, mode, shares) for mode in (BIG_FIRST, PROPORTIONAL)]
     return [choice for choice in dict.fromkeys(choices) if any(choice)]
 
@@ -134,9 +134,7 @@ def stacks_recipe(
     )
 
 
-def lay_runs(
-    stock: Stock, stacks: Sequence[int], height: int
-) -> tuple[list[Run], list[tuple[int, int]], int] | None:
+def lay_runs(stock: Stock, stacks: Sequence[int], height: int) -> tuple[list[Run], list[tuple[int, int]], int] | None:
     """Lay stacks end to end so that every shard edge falls between granules.
 
     Returns:

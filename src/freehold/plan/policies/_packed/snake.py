@@ -54,14 +54,12 @@ def granules_by_rank(address: int, granule: int, count: int, height: int) -> Ite
         address = edge
 
 
-def place_runs(
-    stock: Stock, recipe: Recipe, mean_costs: Sequence[int], loads: Sequence[int]
-) -> SnakePlace:
+def place_runs(stock: Stock, recipe: Recipe, loads: Sequence[int]) -> SnakePlace:
     """Choose the variant of the block and the shift by which it adds least to the sum of squared loads."""
     best: SnakePlace | None = None
     best_key: tuple[int, int] | None = None
     for runs, pockets in _variants(stock, recipe):
-        added = _added_loads(stock, recipe, runs, pockets, mean_costs)
+        added = _added_loads(stock, recipe, runs, pockets)
         for shift in _shifts(stock.num_ranks - recipe.num_run_shards):
             after = [loads[r + shift] + added[r] for r in range(recipe.num_run_shards)]
             key = (sum(2 * loads[r + shift] * a + a * a for r, a in enumerate(added)), max(after))
@@ -92,9 +90,7 @@ def _variants(stock: Stock, recipe: Recipe) -> Iterator[tuple[tuple[Run, ...], t
         yield runs, pockets
         mirrored = [Run(kind=r.kind, address=end - r.address - _numel(stock, r.kind)) for r in reversed(runs)]
         if all(run.address % stock.alignment == 0 for run in mirrored):
-            flipped = [
-                Pocket(address=end - p.address - p.numel, numel=p.numel, pattern=p.pattern) for p in pockets
-            ]
+            flipped = [Pocket(address=end - p.address - p.numel, numel=p.numel, pattern=p.pattern) for p in pockets]
             yield tuple(mirrored), tuple(flipped)
 
 
@@ -117,38 +113,30 @@ def _is_seamless(stock: Stock, recipe: Recipe) -> bool:
 def _interleaved(kinds: Sequence[int]) -> list[int]:
     """The same kinds, each spread evenly over the whole."""
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    spread = [
-        ((2 * i + 1) * len(kinds) // (2 * count), kind) for kind, count in counts.items() for i in range(count)
-    ]
+    spread = [((2 * i + 1) * len(kinds) // (2 * count), kind) for kind, count in counts.items() for i in range(count)]
     return [kind for _, kind in sorted(spread)]
 
 
-def _added_loads(
-    stock: Stock, recipe: Recipe, runs: Sequence[Run], pockets: Sequence[Pocket], mean_costs: Sequence[int]
-) -> list[int]:
+def _added_loads(stock: Stock, recipe: Recipe, runs: Sequence[Run], pockets: Sequence[Pocket]) -> list[int]:
     added = [0] * recipe.num_run_shards
     for run in runs:
         kind = stock.kinds[run.kind]
-        cost = mean_costs[run.kind] // kind.num_granules
+        cost = stock.mean_costs[run.kind] // kind.num_granules
         for rank, granules in granules_by_rank(run.address, kind.granule, kind.num_granules, recipe.shard_numel):
             added[rank] += granules * cost
     for pocket in pockets:
-        worth = sum(n * c for n, c in zip(pocket.pattern, mean_costs, strict=True))
+        worth = sum(n * c for n, c in zip(pocket.pattern, stock.mean_costs, strict=True))
         added[pocket.address // recipe.shard_numel] += worth
     return added
 
 
-def _shifted(
-    stock: Stock, recipe: Recipe, runs: Sequence[Run], pockets: Sequence[Pocket], shift: int
-) -> SnakePlace:
+def _shifted(stock: Stock, recipe: Recipe, runs: Sequence[Run], pockets: Sequence[Pocket], shift: int) -> SnakePlace:
     height = recipe.shard_numel
     taken = range(shift, shift + recipe.num_run_shards)
     return SnakePlace(
         runs=tuple(Run(kind=run.kind, address=run.address + shift * height) for run in runs),
         pockets=tuple(
-            PlacedPocket(
-                rank=p.address // height + shift, offset=p.address % height, numel=p.numel, pattern=p.pattern
-            )
+            PlacedPocket(rank=p.address // height + shift, offset=p.address % height, numel=p.numel, pattern=p.pattern)
             for p in pockets
         ),
         free_ranks=tuple(rank for rank in range(stock.num_ranks) if rank not in taken),

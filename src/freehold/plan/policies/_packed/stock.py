@@ -55,6 +55,7 @@ class Stock:
         kinds: Largest first, stacks and matrices mixed.
         weights: Size of each kind in units of ``unit``, rounded up.
         unit: Elements of a unit: the greatest common divisor of the sizes, or coarser.
+        is_exact: The sizes are multiples of the unit.
         num_ranks: Shards per bucket.
         alignment: Of offsets within a shard.
         shard_unit: Of shard sizes.
@@ -65,11 +66,13 @@ class Stock:
         bound: Lower bound on the sum of shard sizes.
         heads: Aligned elements of the first i params in backward order, for every i.
         order: Positions in backward order of the shared params.
+        mean_costs: Mean cost of the params of each kind, rounded down.
     """
 
     kinds: tuple[Kind, ...]
     weights: tuple[int, ...]
     unit: int
+    is_exact: bool
     num_ranks: int
     alignment: int
     shard_unit: int
@@ -80,6 +83,7 @@ class Stock:
     bound: int
     heads: tuple[int, ...]
     order: tuple[int, ...]
+    mean_costs: tuple[int, ...]
 
     @property
     def counts(self) -> Counts:
@@ -121,6 +125,7 @@ def take_stock(problem: Problem, *, growth: tuple[int, int], bound: int) -> Stoc
         kinds=kinds,
         weights=weights,
         unit=unit,
+        is_exact=exact % unit == 0,
         num_ranks=problem.num_ranks,
         alignment=problem.alignment,
         shard_unit=problem.shard_unit,
@@ -131,6 +136,7 @@ def take_stock(problem: Problem, *, growth: tuple[int, int], bound: int) -> Stoc
         bound=bound,
         heads=tuple(accumulate((align_up(item.numel, problem.alignment) for item in shared), initial=0)),
         order=tuple(item.index for item in shared),
+        mean_costs=tuple(sum(problem.items[at].cost for at in k.queue) // len(k.queue) for k in kinds),
     )
 
 
