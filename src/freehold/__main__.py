@@ -13,10 +13,11 @@ def main() -> None:
     try:
         cli = import_module("freehold.cli")
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
         print(
-            f"freehold: the command line needs {error.name}, which is not installed: pip install 'freehold[report]'",
+            f"freehold: the command line needs {package}, which is not installed: pip install 'freehold[report]'",
             file=sys.stderr,
         )
         sys.exit(2)

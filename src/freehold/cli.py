@@ -1,11 +1,9 @@
-"""The command line: ``freehold plan | compare | doctor``. Reads options, calls the rooms, prints."""
+"""The command line: ``freehold plan | compare | draw | doctor``. Reads options, calls the rooms, prints."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -15,12 +13,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperGroup
 
 import freehold
+from freehold.cli_options import (
+    MAX_RANKS,
+    BucketNumel,
+    DrawnPolicies,
+    Dtype,
+    ExpertRanks,
+    Format,
+    LinkGbps,
+    MatricesOnly,
+    Output,
+    OutputFormat,
+    Picture,
+    PolicyName,
+    PolicyNames,
+    RankCounts,
+    Ranks,
+    Source,
+    Tflops,
+    Tokens,
+)
 from freehold.errors import FreeholdError, PlanError
 from freehold.plan.machine import Machine, Workload
 from freehold.plan.policies import policy_names
+from freehold.plan.timeline import simulate
+from freehold.report.compare import PlannedReport, planned
 from freehold.report.compare import compare as compared
-from freehold.report.compare import planned
 from freehold.report.doctor import Finding, examine
+from freehold.report.drawing import make_drawing
+from freehold.report.picture import painter_for
 from freehold.report.record import comparison_to_json, findings_to_json, to_json
 from freehold.report.sizing import Sizing, parse_bucket_numel
 from freehold.report.table import render_comparison, render_findings, render_table
@@ -30,22 +51,10 @@ __all__ = ["app", "main"]
 
 T = TypeVar("T")
 
-_MAX_RANKS = 1_000_000
-"""More than there are accelerators; a planner of more would only fill memory."""
-
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """Typer's error for wrong options; it has no public name, and came from click before typer took click in."""
 
-_TIMELINE = "Timeline, for --bucket-numel auto"
-
 _STDERR = Console(stderr=True)
-
-
-class Format(StrEnum):
-    """How to print a result."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 class _OneLineErrors(TyperGroup):
@@ -57,9 +66,6 @@ class _OneLineErrors(TyperGroup):
             status = super().main(*args, **extra)
         except FreeholdError as error:
             _refuse(str(error))
-        except BrokenPipeError:  # the reader, such as head, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
         except OSError as error:
             _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except _USAGE_ERROR as error:
@@ -74,81 +80,6 @@ def _refuse(message: str) -> NoReturn:
 
 
 app = typer.Typer(cls=_OneLineErrors, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        show_default=False,
-        help="A Hugging Face config.json, a .safetensors file or its index.json, a folder with one of them, a JSON "
-        "list [[name, shape], ...] (also .gz), or shapes: 128x2688x1856,4x1024x1024 (matrices of their own), "
-        "stack:128x1536x2048 (one 3-D param).",
-    ),
-]
-Ranks = Annotated[
-    int,
-    typer.Option(
-        "--ranks",
-        "-n",
-        metavar="N",
-        min=1,
-        max=_MAX_RANKS,
-        show_default=False,
-        help="Ranks of the data-parallel group.",
-    ),
-]
-RankCounts = Annotated[
-    str, typer.Option("--ranks", "-n", metavar="N,N,...", show_default=False, help="Numbers of ranks.")
-]
-PolicyName = Annotated[str, typer.Option(metavar="NAME", help=f"How to plan: {', '.join(policy_names())}.")]
-PolicyNames = Annotated[
-    str | None, typer.Option(metavar="P,P,...", show_default="all", help=f"Of {', '.join(policy_names())}.")
-]
-BucketNumel = Annotated[
-    str,
-    typer.Option(
-        metavar="N|none|auto|default",
-        help="Least elements of a bucket: a number such as 64e6; none: one bucket; auto: the shortest modelled step; "
-        "default: min(max(40e6, 1e6 x ranks), elements / 8).",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", show_default="as in the source, else bfloat16", help="Element type of all weights."),
-]
-MatricesOnly = Annotated[
-    bool,
-    typer.Option("--all-matrix", help="Plan the matrices alone: no embeddings, heads, norms and biases."),
-]
-ExpertRanks = Annotated[
-    int | None,
-    typer.Option(
-        "--ep",
-        min=1,
-        metavar="N",
-        show_default="all params",
-        help="Plan the experts that one of N expert-parallel ranks holds.",
-    ),
-]
-OutputFormat = Annotated[Format, typer.Option("--format", help="How to print the result.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", show_default="standard output", help="Where to write it."),
-]
-LinkGbps = Annotated[
-    float,
-    typer.Option(
-        min=1e-3, rich_help_panel="Timeline, for --bucket-numel auto", help="Link of a rank, Gbit/s each way."
-    ),
-]
-Tflops = Annotated[
-    float,
-    typer.Option(min=1e-3, rich_help_panel="Timeline, for --bucket-numel auto", help="What a rank reaches, Tflop/s."),
-]
-Tokens = Annotated[
-    int,
-    typer.Option(min=1, rich_help_panel="Timeline, for --bucket-numel auto", help="Tokens of a rank and micro-batch."),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -251,6 +182,43 @@ def compare(
 
 
 @app.command()
+def draw(
+    source: Source,
+    ranks: Ranks,
+    output: Picture = Path("layout.html"),
+    policy: DrawnPolicies = "packed",
+    bucket_numel: BucketNumel = "default",
+    dtype: Dtype = None,
+    all_matrix: MatricesOnly = False,
+    ep: ExpertRanks = None,
+    link_gbps: LinkGbps = 400.0,
+    tflops: Tflops = 400.0,
+    tokens: Tokens = 8192,
+) -> None:
+    """Draw buckets, owners and padding, and each rank's load, as a page to explore or as a static picture.
+
+    `freehold draw config.json --ranks 64 -o layout.html`
+
+    `freehold draw config.json --ranks 64 --policy absorb,packed -o layout.png`
+    """
+    paint, names = painter_for(output), _policy_list(policy)
+    size = parse_bucket_numel(bucket_numel)
+    model = _loaded(source, dtype=dtype, all_matrix=all_matrix, ep=ep)
+    sizing = _sizing(size, model, link_gbps=link_gbps, tflops=tflops, tokens=tokens)
+    made = list(_watched((_planned(model, sizing, ranks, name) for name in names), len(names)))
+    with _STDERR.status(f"Drawing {output}"):
+        layouts = [one.layout for one in made]
+        drawing = make_drawing(
+            layouts,
+            title=f"{model.name}; step at {link_gbps:g} Gbit/s, {tflops:g} Tflop/s, {tokens:,} tokens a rank",
+            reports=[one.report for one in made],
+            timelines=[simulate(layout, machine=sizing.machine, workload=sizing.workload) for layout in layouts],
+        )
+        output.write_bytes(paint(drawing))
+    _STDERR.print(f"Wrote {output}", highlight=False)
+
+
+@app.command()
 def doctor(format: OutputFormat = Format.TABLE, output: Output = None) -> None:
     """Say what is installed, what is missing and for what, and whether the planner works here.
 
@@ -276,6 +244,11 @@ def _loaded(source: str, *, dtype: str | None, all_matrix: bool, ep: int | None)
     return model.matrices() if all_matrix else model
 
 
+def _planned(model: ModelSource, sizing: Sizing, ranks: int, policy: str) -> PlannedReport:
+    sized = sizing.choose(model.params, num_ranks=ranks, policy=policy, watch=_unwatched)
+    return planned(model.params, num_ranks=ranks, bucket_numel=sized.bucket_numel, policy=policy)
+
+
 def _sizing(
     bucket_numel: int | str | None, model: ModelSource, *, link_gbps: float, tflops: float, tokens: int
 ) -> Sizing:
@@ -289,8 +262,8 @@ def _sizing(
 def _rank_counts(text: str) -> tuple[int, ...]:
     counts: list[int] = []
     for part in text.split(","):
-        if not part.strip().isdigit() or not 1 <= int(part) <= _MAX_RANKS:
-            raise PlanError(f"--ranks must be whole numbers from 1 to {_MAX_RANKS}, with commas between; got {text!r}")
+        if not part.strip().isdigit() or not 1 <= int(part) <= MAX_RANKS:
+            raise PlanError(f"--ranks must be whole numbers from 1 to {MAX_RANKS}, with commas between; got {text!r}")
         counts.append(int(part))
     return tuple(dict.fromkeys(counts))
 
@@ -338,7 +311,7 @@ def _print(result: RenderableType, file: Any) -> None:
         file.write(f"{result}\n")
     else:
         Console(file=file).print(result)
-    file.flush()  # so that a closed pipe is noticed here and not when the interpreter ends
+    file.flush()  # so that a closed pipe (| head) is noticed here, where typer ends quietly
 
 
 def main() -> None:

@@ -13,9 +13,17 @@ import torch
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "train_gpt.py"
-TINY = (
-    "--steps=3 --width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=2 --valid-batches=2 --warmup=1 --device=cpu"
-).split()
+TINY = [
+    "--steps=3",
+    "--width=32",
+    "--layers=1",
+    "--heads=2",
+    "--seq-len=32",
+    "--batch-size=2",
+    "--valid-batches=2",
+    "--warmup=1",
+    "--device=cpu",
+]
 BITS_PER_BYTE = re.compile(r"^validation +(\d+\.\d+) bits per byte after 3 steps$", flags=re.MULTILINE)
 
 

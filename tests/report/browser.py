@@ -87,7 +87,8 @@ class Browser:
         """Load a file and wait until its script says that the page is ready."""
         self._send("Page.navigate", url=path.resolve().as_uri())
         deadline_s = time.monotonic() + _TIMEOUT_S
-        ready = f"location.pathname === {json.dumps(path.resolve().as_posix())} && document.documentElement?.dataset.ready"
+        here = json.dumps(path.resolve().as_posix())
+        ready = f"location.pathname === {here} && document.documentElement?.dataset.ready"
         while self.evaluate(ready) != "true":
             assert not self.problems, self.problems
             assert time.monotonic() < deadline_s, "the page did not become ready"

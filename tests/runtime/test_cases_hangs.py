@@ -64,6 +64,40 @@ def _experts(quiet_rank: int | None) -> None:
     opt.close()
 
 
+def _many_buckets(idle: str) -> None:
+    """More buckets than may be in flight: rank 0 waits inside its backward for the part of a rank that has no backward."""
+    rank = dist.get_rank()
+    torch.manual_seed(2)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(16)])
+    for p in model.parameters():  # keeps gradients at a size at which torch's Muon, the reference, is accurate
+        nn.init.orthogonal_(p)
+    reference = copy.deepcopy(model)
+    opt, pair = wrap(model, bucket_numel=1), TorchPair(reference)
+    assert len(opt._buckets) > 6
+    for step in range(2):
+        backwards = {0: 3, 1: 0 if idle == "no backward" else 1}[rank]
+        for micro in range(backwards):  # without no_sync(), unequally often
+            model(data(micro, 2, 8)).square().sum().backward()
+        for r in range(2):
+            for micro in range({0: 3, 1: 0 if idle == "no backward" else 1}[r]):
+                (reference(data(micro, 2, 8)).square().sum() / 2).backward()
+        found = reduced(opt)
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(found[name], p.grad.flatten(), rtol=1e-5, atol=1e-9)
+            p.grad = found[name].view_as(p)
+        opt.step()
+        opt.zero_grad()
+        pair.step()
+        pair.zero_grad()
+        assert_same(weights(model), weights(reference), f"step {step}:")
+    assert_ranks_agree(model)
+
+
+@pytest.mark.parametrize("idle", ["no backward", "fewer backwards"])
+def test_b01_a_rank_behind_the_others_stops_nobody_in_backward(idle: str) -> None:
+    run_ranks(2, _many_buckets, idle)
+
+
 @pytest.mark.parametrize("quiet_rank", [None, 1])
 def test_b01_a_rank_without_a_gradient_neither_hangs_nor_skips(quiet_rank: int | None) -> None:
     run_ranks(2, _experts, quiet_rank)

@@ -41,7 +41,7 @@ def _orthogonalised(G: Tensor) -> Tensor:
         A = X @ X.T
         B = torch.addmm(A, A, A, beta=b, alpha=c)
         X = torch.addmm(X, B, X, beta=a)
-    return X.T if G.shape[0] > G.shape[1] else X
+    return (X.T if G.shape[0] > G.shape[1] else X).float()
 
 
 def _against_plain_formula(policy: str) -> None:
@@ -127,7 +127,8 @@ def _clipped(max_norm: float | None) -> tuple[dict[str, Tensor], float | None, f
     opt = LayerwiseOptimizer(
         model, matrix=Muon(lr=0.02, weight_decay=0.0), elementwise=AdamW(lr=0.01, weight_decay=0.0), bucket_numel=40_000
     )
-    x, target = data(50 + rank, 4, 128), data(52 + rank, 4, 128)
+    # Enough samples for gradients of full rank: what lies in a null space is rounding noise, and has no scale.
+    x, target = data(50 + rank, 512, 128), data(52 + rank, 512, 128)
     grads = local_grads(plain, (plain(x) - target).square().sum())
     mean = mean_over_ranks(grads) if grouped else grads
     for name, p in plain.named_parameters():
@@ -145,20 +146,25 @@ def _clipped(max_norm: float | None) -> tuple[dict[str, Tensor], float | None, f
 
 
 def _all_clips() -> list[Any]:
-    return [_clipped(max_norm) for max_norm in (None, 1.0, 1e-3)]
+    results = [_clipped(max_norm) for max_norm in (None, 1.0, 1e-3)]
+    norm = torch.tensor(results[1][1])
+    return [*results, _clipped(float(norm + 1e-6) / 1024)]  # the coefficient is 2**-10
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_b10_clipping_acts_on_the_averaged_raw_gradient_before_momentum(num_ranks: int) -> None:
     for results in [_all_clips()] if num_ranks == 1 else run_ranks(2, _all_clips):
         free, *clipped = results
-        for change, norm, expected, moments in clipped:
+        for max_norm, (change, norm, expected, moments) in zip((1.0, 1e-3, None), clipped, strict=True):
             assert norm == pytest.approx(expected, rel=1e-6)
             assert expected > 1.0  # else nothing was clipped and nothing shown
             for name in [n for n in change if n != "4.weight" and n != "4.bias"]:
-                assert float(change[name].norm()) == pytest.approx(float(free[0][name].norm()), rel=1e-4)
+                if max_norm is None:  # nothing is rounded, so not a bit may differ
+                    assert torch.equal(change[name], free[0][name])
+                # Rounding the scaled gradient to bf16 is all that is left; the fault reported was a factor of 4 to 86.
+                assert float(change[name].norm()) == pytest.approx(float(free[0][name].norm()), rel=1e-3)
             if moments:
-                coefficient = (1.0 if change is results[1][0] else 1e-3) / (expected + 1e-6)
+                coefficient = 2**-10 if max_norm is None else max_norm / (expected + 1e-6)
                 torch.testing.assert_close(moments["exp_avg"], free[3]["exp_avg"] * coefficient, rtol=1e-5, atol=1e-12)
 
 
@@ -288,7 +294,7 @@ def _convolutions() -> None:
         assert torch.equal(conv.weight.reshape(p.shape), p)
         # An orthogonal (M, N) matrix has norm sqrt(min(M, N)); Newton-Schulz lands within 0.7 to 1.2 of it.
         scale = math.sqrt(max(1, p.shape[0] / p.shape[1])) * math.sqrt(min(p.shape))
-        assert 0.6 < float((p - before).norm()) / (0.02 * scale) < 1.3
+        assert 0.6 < float((p.detach() - before).norm()) / (0.02 * scale) < 1.3
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

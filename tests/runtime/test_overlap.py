@@ -148,13 +148,13 @@ def _order_of_gathers() -> None:
 
     for layer in model:
         layer.register_forward_pre_hook(note)  # runs after freehold's own, which are put first
-    for _ in range(2):
+    for zero_grad in (opt.zero_grad, model.zero_grad, lambda: opt.zero_grad(set_to_none=False), lambda: None):
         model(_inputs()).square().mean().backward()
         opt.step()
-        opt.zero_grad()
+        zero_grad()
         launches = [bucket for kind, bucket in _events(opt) if kind == "gather launched"]
         assert launches == list(range(len(opt.layout.buckets) - 1, -1, -1)), launches
-        assert not any(kind == "gather finished" for kind, _ in _events(opt)), "step waited for a gather"
+        assert not any(kind == "gather finished" for kind, _ in _events(opt)), "step or zero_grad waited for a gather"
         opt._log.clear()
         finished_at.clear()
         model(_inputs())
@@ -328,7 +328,8 @@ def test_every_read_right_after_a_step_sees_the_new_weights() -> None:
 def test_without_the_guard_reads_are_stale() -> None:
     """The teeth of the test above: with the guard taken out, it would fail."""
     unprotected = ["norm of each", "average by foreach", "foreign linear", "detach", "deepcopy"]
-    assert run_ranks(2, _wrong_reads, unprotected, "guard") == [unprotected, unprotected]
+    ours, theirs = run_ranks(2, _wrong_reads, unprotected, "guard")
+    assert {*ours, *theirs} == set(unprotected)  # what a rank owns itself is never stale
 
 
 def test_hooks_suffice_for_forward_and_state_dict() -> None:
@@ -343,8 +344,8 @@ def _wrong_forward_without_both() -> list[str]:
 
 def test_without_hooks_and_guard_forward_is_stale() -> None:
     """The teeth of the test above."""
-    names = ["forward", "forward of a child", "state_dict"]
-    assert run_ranks(2, _wrong_forward_without_both) == [names, names]
+    ours, theirs = run_ranks(2, _wrong_forward_without_both)
+    assert {*ours, *theirs} == {"forward", "forward of a child", "state_dict"}
 
 
 # ---- the guard and the user's own torch function modes ----------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_config_without_architectures_gets_the_language_model(tmp_path: Path) 
         ({"architectures": ["NoSuchModel"]}, "unknown architecture 'NoSuchModel'"),
         ({"hidden_size": "wide"}, "transformers cannot build this model"),
         ({"hidden_act": "nosuch"}, "transformers cannot build this model: KeyError"),
-        ({"num_experts": 0}, "every size of its shape must be at least 1"),
+        ({"moe_intermediate_size": 0}, "every size of its shape must be at least 1"),
         ({"dtype": "int3"}, "dtype must be bfloat16"),
     ],
 )

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from freehold.plan.spec import ParamSpec
-from freehold.report.palette import OKABE_ITO, OTHER, graded
+from freehold.report.palette import NO_STEP, OKABE_ITO, OTHER, graded
 from freehold.report.roles import OTHER_ROLE, ROLES, layer_of, role_of
 
-__all__ = ["Colouring", "Swatch", "make_colourings", "shape_text"]
+__all__ = ["TIMES", "Colouring", "Swatch", "make_colourings", "shape_text"]
 
-_TIMES = "\N{MULTIPLICATION SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def _by_layer(params: Sequence[ParamSpec]) -> Colouring:
         for layer, colour in zip(layers, graded(len(layers)), strict=True)
     ]
     if None in found:
-        swatches.append(Swatch(label="in no layer", code="", colour=OTHER))
+        swatches.append(Swatch(label="in no layer", code="", colour=NO_STEP))
     return Colouring(
         name="layer",
         swatches=tuple(swatches),
@@ -126,4 +126,4 @@ def shape_text(shape: Sequence[int]) -> str:
         >>> len(shape_text((8, 64, 32))), shape_text(())
         (7, 'scalar')
     """
-    return _TIMES.join(map(str, shape)) if shape else "scalar"
+    return TIMES.join(map(str, shape)) if shape else "scalar"

@@ -55,7 +55,7 @@ _PACKAGES = (
     _Package(name="safetensors", oldest=(0, 5), purpose="transformers", extra="models"),
     _Package(name="rich", oldest=(13, 7), purpose="the command line", extra="report"),
     _Package(name="typer", oldest=(0, 15), purpose="the command line", extra="report"),
-    _Package(name="plotly", oldest=(6,), purpose="pictures", extra="report"),
+    _Package(name="pillow", oldest=(11, 2), purpose="PNG pictures", extra="report"),
 )
 """The optional dependencies of ``pyproject.toml``."""
 

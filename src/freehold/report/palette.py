@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["OKABE_ITO", "OTHER", "PADDING_LINE", "graded", "ink_on"]
+__all__ = ["NO_STEP", "OKABE_ITO", "OTHER", "PADDING_LINE", "graded", "ink_on"]
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-"""Seven hues, far apart first, that stay apart with every common colour blindness: Okabe and Ito, "Color Universal Design" (2008),
-https://jfly.uni-koeln.de/color/; their black is left to text."""
+"""Seven hues, far apart first, that stay apart with every common colour blindness: Okabe and Ito, "Color Universal
+Design" (2008), https://jfly.uni-koeln.de/color/; their black is left to text."""
 
-OTHER = "#9A9A9A"
-"""What belongs to no class of its own."""
+OTHER = "#4C4C4C"
+"""What belongs to no class of its own: a grey that is darker than all of them, for their purple may look grey too."""
+
+NO_STEP = "#DDDDDD"
+"""What has no place on the scale of ``graded``, in whose middle there is a darker grey."""
 
 PADDING_LINE = "#8C8C8C"
 """Hatching of padding, on white; nothing else is hatched."""

@@ -8,6 +8,7 @@ from functools import cache
 
 from PIL import Image, ImageDraw, ImageFont
 
+from freehold.report.colouring import TIMES
 from freehold.report.drawing import Drawing
 from freehold.report.palette import PADDING_LINE
 from freehold.report.scene import Align, Box, Hatch, Line, Shape, Text, make_scene
@@ -89,15 +90,16 @@ def _paint_line(line: Line, brush: _Brush) -> None:
 
 def _paint_text(text: Text, brush: _Brush) -> None:
     font = _font(text.size * brush.scale)
+    words = text.text.replace(TIMES, "x")  # the font that comes with Pillow has no multiplication sign
     stroke = 0.3 * brush.scale if text.bold else 0
     x, y = text.x * brush.scale, text.y * brush.scale
     if not text.upright:
         anchor = _ANCHORS[text.align]
-        brush.draw.text((x, y), text.text, font=font, anchor=anchor, fill=text.colour, stroke_width=stroke)
+        brush.draw.text((x, y), words, font=font, anchor=anchor, fill=text.colour, stroke_width=stroke)
         return
-    size = (round(font.getlength(text.text)) + 4, round(1.6 * text.size * brush.scale))
+    size = (round(font.getlength(words)) + 4, round(1.6 * text.size * brush.scale))
     mask = Image.new("L", size, 0)
-    ImageDraw.Draw(mask).text((size[0] / 2, size[1] / 2), text.text, font=font, anchor="mm", fill=255)
+    ImageDraw.Draw(mask).text((size[0] / 2, size[1] / 2), words, font=font, anchor="mm", fill=255)
     turned = mask.transpose(Image.Transpose.ROTATE_90)
     at = (round(x - turned.width / 2), round(y - turned.height / 2))
     brush.image.paste(text.colour, (*at, at[0] + turned.width, at[1] + turned.height), turned)

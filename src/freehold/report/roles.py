@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from freehold.plan.spec import ParamSpec
 
@@ -61,7 +62,12 @@ def role_of(spec: ParamSpec) -> Role:
         >>> role_of(ParamSpec(name="matrix.3", shape=(64, 32))).label
         'other'
     """
-    name = spec.name.lower()
+    return _role_of_name(_LAYER.sub(".0", spec.name.lower()))
+
+
+@cache
+def _role_of_name(name: str) -> Role:
+    """Layers and experts differ by number alone, so that a model of 45,000 params has some ten names."""
     return next((role for role in ROLES if role.pattern.search(name)), OTHER_ROLE)
 
 

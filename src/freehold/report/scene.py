@@ -12,7 +12,7 @@ from freehold.report.measure import LayoutReport
 from freehold.report.palette import ink_on
 from freehold.report.roles import layer_of
 
-__all__ = ["Box", "Hatch", "Line", "Scene", "Shape", "Text", "make_scene", "si"]
+__all__ = ["Align", "Box", "Hatch", "Line", "Scene", "Shape", "Text", "make_scene", "si"]
 
 Align = Literal["start", "middle", "end"]
 
@@ -198,6 +198,7 @@ def _panel(panel: Panel, frame: _Frame) -> Iterator[Shape]:
         height = band.shard_numel * frame.per_numel
         yield Hatch(x=frame.x, y=top, width=frame.width, height=height)
         yield from _cells(band, index, top, frame)
+        yield from _separators(top, height, frame)
         for edge in (top, top + height):
             yield Line(x1=frame.x, y1=edge, x2=right, y2=edge, width=1.0 if height >= 10 else 0.3)
         if top + height / 2 - 7 >= label_free:
@@ -208,13 +209,19 @@ def _panel(panel: Panel, frame: _Frame) -> Iterator[Shape]:
     yield from _load(panel, frame)
 
 
+def _separators(top: float, height: float, frame: _Frame) -> Iterator[Shape]:
+    if frame.per_rank >= 7:
+        for rank in range(1, frame.drawing.num_ranks):
+            yield Box(x=frame.x_of(rank) - 0.5, y=top, width=1, height=height, fill="#FFFFFF")
+
+
 def _figures(panel: Panel, frame: _Frame) -> Iterator[Shape]:
     report, timeline = panel.report, panel.timeline
     left = frame.x - _GUTTER + 12
     yield Text(x=left, y=92, text=report.policy, size=16, bold=True)
     lines = [
         f"padding {_percent(report.padding_fraction)} (bound {_percent(report.padding_fraction_lower_bound)})",
-        f"busiest rank {report.makespan / max(1, report.makespan_lower_bound):.3f} of its bound",
+        f"busiest rank {report.makespan / max(1, report.makespan_lower_bound):.3f} times its bound",
         _memory(report),
     ]
     if timeline is not None:
@@ -225,7 +232,7 @@ def _figures(panel: Panel, frame: _Frame) -> Iterator[Shape]:
 
 def _memory(report: LayoutReport) -> str:
     buckets = "1 bucket" if report.num_buckets == 1 else f"{report.num_buckets} buckets"
-    return f"{buckets}, {report.bytes_per_rank.total / 1e9:,.3g} GB on each rank"
+    return f"{buckets}, {si(report.bytes_per_rank.total)}B on each rank"
 
 
 def _percent(fraction: float) -> str:
@@ -234,34 +241,34 @@ def _percent(fraction: float) -> str:
 
 def _cells(band: Band, index: int, top: float, frame: _Frame) -> Iterator[Shape]:
     step = frame.ranks_per_column
-    gap = 1.0 if frame.per_rank >= 7 else 0.0
     cells = band_cells(band, frame.colouring, ranks_per_column=step)
     for cell in _merged(cells, least_numel=3 / frame.per_numel):
         x = frame.x_of(cell.column * step)
         box = Box(
             x=x,
             y=top + cell.offset * frame.per_numel,
-            width=frame.x_of((cell.column + 1) * step) - x - gap,
+            width=frame.x_of((cell.column + 1) * step) - x,
             height=cell.numel * frame.per_numel,
             fill=frame.colouring.swatches[cell.swatch].colour,
             hint=_hint(cell, index, frame),
         )
         yield box
         if box.height >= 4:
-            y = box.y + box.height
-            yield Line(x1=x, y1=y, x2=x + box.width, y2=y, width=0.7, colour="#FFFFFF")
+            y = box.y + box.height - 0.5  # inside the box: the next one covers what is below its edge
+            yield Line(x1=x, y1=y, x2=x + box.width, y2=y, colour="#FFFFFF")
         if cell.params == 1:
             yield from _label(box, cell, frame)
 
 
 def _merged(cells: Sequence[Cell], *, least_numel: float) -> Iterator[Cell]:
-    """Neighbours of one colour that are too low to be told apart become one cell, or a file may have 100,000 of them."""
+    """Neighbours of one colour too low to be told apart become one cell, or a file may have 100,000 of them."""
     held: Cell | None = None
     for cell in cells:
         if (
             held is not None
             and (held.column, held.swatch) == (cell.column, cell.swatch)
             and max(cell.numel, held.numel / held.params) < least_numel
+            and cell.offset - held.offset - held.numel < least_numel
         ):
             numel = cell.offset + cell.numel - held.offset
             held = Cell(
@@ -298,11 +305,8 @@ def _label(box: Box, cell: Cell, frame: _Frame) -> Iterator[Text]:
     spec = frame.drawing.params[cell.first]
     code, layer = frame.colouring.swatches[cell.swatch].code, layer_of(spec)
     prefix = "" if layer is None or frame.colouring.name == "layer" else f"{layer} "
-    for text in (
-        f"{prefix}{code} {shape_text(spec.shape)}" if code != shape_text(spec.shape) else "",
-        prefix + code,
-        code,
-    ):
+    shape = shape_text(spec.shape)
+    for text in (f"{prefix}{code} {shape}" if code != shape else "", prefix + code, code):
         if text and len(text) * 9.5 * _CHARACTER <= room:
             yield Text(
                 x=box.x + box.width / 2,
@@ -332,7 +336,7 @@ def _load(panel: Panel, frame: _Frame) -> Iterator[Shape]:
     yield Line(x1=frame.x, y1=base, x2=right, y2=base)
     bound_y = base - panel.report.makespan_lower_bound * frame.per_cost
     yield Line(x1=frame.x - 5, y1=bound_y, x2=right + 5, y2=bound_y, width=1.6, dashed=True)
-    yield Text(x=frame.x - 6, y=base - _LOAD / 2, text="load", size=11, align="middle", upright=True, colour=_SOFT)
+    yield Text(x=frame.x - 18, y=base - _LOAD / 2, text="load", size=11, align="middle", upright=True, colour=_SOFT)
     last = frame.drawing.num_ranks - 1
     yield Text(x=frame.x, y=base + 12, text="rank 0", size=11, colour=_SOFT)
     if last:
@@ -353,13 +357,15 @@ def _legend(colouring: Colouring, y: float, width: int) -> Iterator[Shape]:
             yield Text(x=x + 228, y=y, text=scale[-1].label)
             x += 228 + len(scale[-1].label) * 12 * _CHARACTER + 24
     for swatch in named:
-        yield Box(x=x, y=y - 8, width=28, height=16, fill=swatch.colour)
-        yield Text(x=x + 34, y=y, text=swatch.label)
-        x += 34 + len(swatch.label) * 12 * _CHARACTER + 20
-    yield Hatch(x=x, y=y - 8, width=28, height=16)
-    yield Text(x=x + 34, y=y, text="padding")
-    yield Line(x1=x + 100, y1=y, x2=x + 132, y2=y, width=1.6, dashed=True)
-    yield Text(x=x + 138, y=y, text="bound: no layout has less")
+        yield Box(x=x, y=y - 9, width=36, height=18, fill=swatch.colour)
+        if swatch.code != swatch.label:
+            yield Text(x=x + 18, y=y, text=swatch.code, size=9.5, align="middle", colour=ink_on(swatch.colour))
+        yield Text(x=x + 42, y=y, text=swatch.label)
+        x += 42 + len(swatch.label) * 12 * _CHARACTER + 18
+    yield Hatch(x=x, y=y - 9, width=36, height=18)
+    yield Text(x=x + 42, y=y, text="padding")
+    yield Line(x1=x + 106, y1=y, x2=x + 138, y2=y, width=1.6, dashed=True)
+    yield Text(x=x + 144, y=y, text="bound: no layout has less")
     yield Text(
         x=_MARGIN,
         y=y + 28,

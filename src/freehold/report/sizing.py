@@ -48,11 +48,11 @@ class Sizing:
             watch: Shows progress of ``"auto"``, which plans a dozen layouts.
 
         Example:
-            >>> machine = Machine(link_bytes_per_s=25e9, matmul_flops_per_s=400e12)
-            >>> sizing = Sizing(bucket_numel="auto", machine=machine, workload=Workload(tokens_per_rank=8192))
+            >>> machine = Machine(link_bytes_per_s=1e15, link_latency_s=1.0, matmul_flops_per_s=1e15)
+            >>> sizing = Sizing(bucket_numel="auto", machine=machine, workload=Workload(tokens_per_rank=1))
             >>> params = [ParamSpec(name=f"layers.{i}", shape=(1024, 1024)) for i in range(64)]
             >>> sizing.choose(params, num_ranks=4, policy="absorb", watch=lambda tried, count: tried).bucket_numel
-            16777216
+            67108864
         """
         if self.bucket_numel != "auto":
             return Sized(bucket_numel=self.bucket_numel)

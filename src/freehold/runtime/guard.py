@@ -16,12 +16,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from freehold.runtime.gatherer import WeightGatherer
 
 __all__ = ["StaleReadGuard"]
+
+# What looks at a Parameter but not at its values. Above all p.grad: zero_grad() right after step() sets it on every param, and
+# would else wait for every gather.
+_READS_NO_VALUES = frozenset(
+    getattr(getattr(Tensor, name), access)
+    for name in ("_version", "device", "dtype", "grad", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+    for access in ("__get__", "__set__", "__delete__")
+) | {Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.requires_grad_, Tensor.size, Tensor.stride}
 
 
 class StaleReadGuard(TorchFunctionMode):
@@ -38,7 +46,7 @@ class StaleReadGuard(TorchFunctionMode):
     def install(self) -> None:
         """Watch this thread, until ``remove``."""
         if not self.installed():
-            _restack(lambda modes: [self, *modes])
+            _restack(lambda modes: _inserted(self, modes))
 
     def remove(self) -> None:
         """Stop watching this thread."""
@@ -61,7 +69,7 @@ class StaleReadGuard(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._gatherer.busy:
+        if self._gatherer.busy and func not in _READS_NO_VALUES:
             self._wait_for(args)
             if kwargs:
                 self._wait_for(tuple(kwargs.values()))
@@ -73,6 +81,13 @@ class StaleReadGuard(TorchFunctionMode):
                 self._gatherer.wait_for_param(value)
             elif isinstance(value, (list, tuple)):
                 self._wait_for(value)
+
+
+def _inserted(guard: TorchFunctionMode, modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
+    # torch.set_default_device keeps its own mode at the very bottom, and fails if it is no longer there.
+    default_device = vars(torch._GLOBAL_DEVICE_CONTEXT).get("device_context")
+    bottom = 1 if modes and modes[0] is default_device else 0
+    return [*modes[:bottom], guard, *modes[bottom:]]
 
 
 def _restack(change: Callable[[list[TorchFunctionMode]], list[TorchFunctionMode]]) -> None:

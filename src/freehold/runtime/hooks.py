@@ -6,6 +6,7 @@ hooks that do nothing: a copy must never start a collective.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -84,7 +85,7 @@ class _AfterForward(_CopySafeHook):
         if torch.is_grad_enabled() and self.serves(module):
             watch = _BackwardBegins(self._reducer)
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                if tensor.requires_grad and not tensor.is_leaf:  # on a leaf it would stay, and pile up
                     tensor.register_hook(watch)
 
 
@@ -183,7 +184,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         children = output.values()
     elif isinstance(output, (tuple, list)):
         children = output
-    elif "__dataclass_fields__" in dir(type(output)):
-        children = vars(output).values()
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        children = [getattr(output, field.name) for field in dataclasses.fields(output)]  # __slots__ too
     for child in children:
         yield from _tensors(child)

@@ -38,12 +38,11 @@ def global_norm(buckets: Sequence[BucketBuffers], norm_type: float, comm: Comm) 
     Every rank adds the same partial sums in the same order, so the bits agree. A param's own sum is taken as torch
     takes it, slot by slot in the reduction dtype; the sums are added in float64.
     """
-    norms = [
-        torch.linalg.vector_norm(b.memory.own_grads[slot.offset : slot.offset + slot.numel], norm_type)
-        for b in buckets
-        for slot in b.owned
-    ]
-    local = torch.stack([n.double() for n in norms]).cpu() if norms else torch.zeros(1, dtype=torch.float64)
+    grads = [b.memory.own_grads[slot.offset : slot.offset + slot.numel] for b in buckets for slot in b.owned]
+    norms = [torch.linalg.vector_norm(grad, norm_type).double() for grad in grads]
+    local = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64)
+    if not bool(torch.isfinite(local).all()):  # squares above 1e38 overflow in fp32 although the gradient is finite
+        local = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads]).cpu()
     partial = torch.linalg.vector_norm(local, norm_type).reshape(1)
     total = torch.linalg.vector_norm(comm.exchange(partial).flatten(), norm_type)
     first = buckets[0].memory.grads

@@ -31,7 +31,7 @@ from freehold.runtime.params import ManagedParam
 from freehold.runtime.reducer import GradientReducer
 from freehold.runtime.registry import claim, next_stripe, release
 from freehold.runtime.routing import Group
-from freehold.runtime.setup import Options, agreed_blueprint, build, resolve_group
+from freehold.runtime.setup import Options, agreed_blueprint, build, check_param_groups, resolve_group
 from freehold.runtime.update import refresh_masters, update_bucket
 
 __all__ = ["LayerwiseOptimizer"]
@@ -132,6 +132,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.layout: Layout = self._blueprint.layout
         self.num_skipped_steps = 0
         self._params = params
+        self._group_kinds = tuple(group["rule"] for group in self.param_groups)
         self._frozen = self._blueprint.frozen
         self._buckets = buckets
         self._by_name = {p.name: p for p in params}
@@ -161,6 +162,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: A gradient holds inf or NaN (with ``on_nonfinite="raise"``); nothing was updated.
             ConsistencyError: Ranks disagree about the window or the options, or one of them failed; on all ranks.
+            RuleError: A param group was given an option that its rule cannot work with; on all ranks.
             LifecycleError: Closed; a param was thawed or moved; ``p.grad`` was replaced after its reduction.
         """
         self._refuse_if_closed()
@@ -171,7 +173,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                     value = closure()
             except Exception as found:  # every rank must learn of it before anyone leaves
                 error = found
-        settled = self._consensus.settle("step", self.param_groups, error)
+        settled = self._settle("step", error)
         self.synchronize()
         if not norms.all_finite(self._buckets, self._comm):
             self._refuse_nonfinite()
@@ -205,7 +207,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             norms.check_norm_arguments(max_norm, norm_type)
         except (ValueError, TypeError) as found:
             error = found
-        self._consensus.settle("clip_grad_norm_", self.param_groups, error)
+        self._settle("clip_grad_norm_", error)
         norm = norms.global_norm(self._buckets, float(norm_type), self._comm)
         if bool(torch.isfinite(norm)):
             norms.scale_gradients(self._buckets, norm, float(max_norm))
@@ -271,6 +273,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 yield slot.name, slot.start, bucket.memory.own_grads[slot.offset : slot.offset + slot.numel]
 
     # ---- one step, in parts ------------------------------------------------------------------------------------------
+
+    def _settle(self, operation: str, error: Exception | None) -> Settled:
+        if error is None:
+            try:
+                check_param_groups(self.param_groups, self._group_kinds, self._options.rules)
+            except Exception as found:
+                error = found
+        return self._consensus.settle(operation, self.param_groups, error)
 
     def _refuse_nonfinite(self) -> None:
         names = [name for found in self._comm.gather_objects(norms.nonfinite_names(self._buckets)) for name in found]

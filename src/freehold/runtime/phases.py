@@ -2,11 +2,11 @@
 
 [Note: Buckets, windows and passes]
 A *window* is what one optimizer step covers: all backwards since the last step or ``zero_grad``. A *pass* launches the
-reduction of every bucket exactly once, in bucket order. The first backward of a window outside ``no_sync()`` is the first
-pass; a rank that had none runs it with zeros when it comes to ``step``. So on every rank the launches of the first pass come
-before the exchange of ``step``, whatever its backward did: no order of collectives depends on the data. Gradients of
-further backwards are kept, and reduced in one second pass that the exchange decides on: a bucket is opened again,
-its owner's sum so far is set aside (``carry``) and added to the new one.
+reduction of every bucket exactly once, in bucket order. The first backward of a window outside ``no_sync()`` is the
+first pass; a rank that had none runs it with zeros when it comes to ``step``. So on every rank the launches of the
+first pass come before the exchange of ``step``, whatever its backward did: no order of collectives depends on the
+data. Gradients of further backwards are kept, and reduced in one second pass that the exchange decides on: a bucket is
+opened again, its owner's sum so far is set aside (``carry``) and added to the new one.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class GradientReducer:
             return
         bucket.carry = bucket.memory.own_grads.clone()
         for p in bucket.params:
-            if p.arrived and p.thrown_away():
+            if p.arrived and (p.thrown_away() or p.foreign_grad() is not None):
                 p.arrived = False
                 self._clear_carry(bucket, p)
         bucket.grad_phase = move(bucket.grad_phase, GradPhase.FILLING)
@@ -219,7 +219,7 @@ class GradientReducer:
     def state(self) -> WindowState:
         """This rank's progress, once it has run the window's first pass, with zeros if it had no backward of its own.
 
-        That pass comes before the exchange on every rank: a peer may stand in its backward, waiting for this rank's part.
+        That pass precedes the exchange on every rank: a peer may stand in its backward, waiting for this rank's part.
         """
         if self._pass_open:
             self._end_pass()

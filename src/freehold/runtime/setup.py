@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from freehold.errors import LifecycleError, PlanError, PlanTypeError, RoutingError
+from freehold.errors import LifecycleError, PlanError, PlanTypeError, RoutingError, RuleError
 from freehold.plan import Bucket, Layout, ParamSpec, Policy, Slot, plan
 from freehold.rules import Rule
 from freehold.runtime.agreement import agree
@@ -23,7 +23,7 @@ from freehold.runtime.registry import refuse_claimed
 from freehold.runtime.routing import Group, NamedParam, Route, check_tensors, named_params_of, route
 from freehold.runtime.update import allocate_state
 
-__all__ = ["Blueprint", "Options", "agreed_blueprint", "build", "draw_up", "resolve_group"]
+__all__ = ["Blueprint", "Options", "agreed_blueprint", "build", "check_param_groups", "draw_up", "resolve_group"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +187,27 @@ def _param_groups(routes: Sequence[Route], options: Options) -> tuple[list[dict[
     for r, group in zip(routes, group_of, strict=True):
         param_groups[group]["params"].append(r.named.param)
     return param_groups, group_of
+
+
+def check_param_groups(groups: Sequence[Mapping[str, Any]], kinds: Sequence[str], rules: Mapping[str, Rule]) -> None:
+    """Refuse edits of the live param groups that no rule can work with.
+
+    Args:
+        groups: As they are now.
+        kinds: The rule of each group as it was planned.
+        rules: The rule of each kind.
+
+    Raises:
+        RuleError: Naming the group and the options.
+    """
+    found = [group.get("rule") for group in groups]
+    if found != list(kinds):
+        raise RuleError(f"param_groups were planned with rules {list(kinds)} in this order, and now have {found}")
+    for index, group in enumerate(groups):
+        try:
+            rules[kinds[index]].validate(group)
+        except RuleError as error:
+            raise RuleError(f"param group {index}: {error}") from error
 
 
 def _merged_options(rule: Rule, given: Mapping[str, Any], pattern: str) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def update_bucket(
         )
         rules[group["rule"]].update(span, group)
     if any(piece.slot.offset > last.slot.offset + last.slot.numel for run in runs for last, piece in pairwise(run)):
-        bucket.memory.own_grads.zero_()  # a rule leaves anything there, and alignment padding must be 0 in the next window
+        bucket.memory.own_grads.zero_()  # rules leave anything there; alignment padding must be 0 in the next window
     if bucket.master_is_copy:
         bucket.memory.own_weights.copy_(bucket.memory.master)
 

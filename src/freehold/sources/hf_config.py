@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +32,27 @@ def from_config(record: Mapping[str, object], *, path: Path) -> ModelSource:
     Raises:
         SourceError: transformers or torch is missing, does not know the architecture, or rejects the values.
     """
-    imported("torch", extra="torch,models")
-    transformers = imported("transformers", extra="torch,models")
     name = path.parent.resolve().name if path.name == "config.json" else path.name
-    model = _built_model(transformers, record, path)
+    with _no_collections():
+        imported("torch", extra="torch,models")
+        model = _built_model(imported("transformers", extra="torch,models"), record, path)
     source = from_module(model, name=f"{type(model).__name__} ({name})")
     experts = next((record[key] for key in _EXPERTS_PER_TOKEN if type(record.get(key)) is int), None)
     dtype = record.get("dtype") or record.get("torch_dtype") or "bfloat16"
     source = replace(source, experts_per_token=experts if isinstance(experts, int) else None)
     return source.with_dtype(normal_dtype(str(dtype)))
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Importing torch and transformers makes millions of objects that stay; looking through them takes 2 s of 10."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _built_model(transformers: Any, record: Mapping[str, object], path: Path) -> Any:

@@ -79,6 +79,18 @@ function blocksOf(panel, param) {
   return found;
 }
 
+/** The same, but neighbouring ranks that hold equally much of it, as a stack has them, are one rectangle. */
+function runsOf(panel, param) {
+  const runs = [];
+  for (const [band, i] of blocksOf(panel, param).sort((a, b) => a[0].rank[a[1]] - b[0].rank[b[1]])) {
+    const rank = band.rank[i], top = band.top + band.offset[i], bottom = top + band.stop[i] - band.start[i];
+    const run = runs.at(-1);
+    if (run && run.last === rank - 1 && run.top === top && run.bottom === bottom) run.last = rank;
+    else runs.push({ first: rank, last: rank, top, bottom });
+  }
+  return runs;
+}
+
 function si(value, digits = 3) {
   if (!Number.isFinite(value)) return "none";
   for (const [unit, size] of [["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {

@@ -73,9 +73,34 @@ function paintCard(panel, i) {
   const view = { x0: 0, x1: model.ranks, y0: 0, y1: limits.height };
   paintMap(ctx, panel, view, box, style(true));
   paintBound(ctx, panel, view, box, "");
-  if (state.hover >= 0) outline(ctx, panel, view, box, state.hover);
+  keep(map, ctx, { panel, view, box });
   paintLoad(prepare(load, 42), panel, view, { x: 4, y: 2, w: load.clientWidth - 8, h: 38 }, { small: true, top: limits.cost });
 }
+
+// -- outlines: maps are kept as they were painted, because walking through 45,000 blocks at each move of the mouse is slow
+
+const kept = new Map();
+
+function keep(canvas, ctx, what) {
+  const copy = document.createElement("canvas");
+  copy.width = canvas.width;
+  copy.height = canvas.height;
+  copy.getContext("2d").drawImage(canvas, 0, 0);
+  kept.set(canvas, { ctx, copy, ...what });
+  paintOutline(canvas);
+}
+
+function paintOutline(canvas) {
+  const { ctx, copy, panel, view, box } = kept.get(canvas);
+  ctx.save();
+  ctx.setTransform(1, 0, 0, 1, 0, 0);
+  ctx.clearRect(0, 0, copy.width, copy.height);
+  ctx.drawImage(copy, 0, 0);
+  ctx.restore();
+  if (state.hover >= 0) outline(ctx, panel, view, box, state.hover);
+}
+
+const paintOutlines = () => [...kept.keys()].forEach(paintOutline);
 
 // -- legend -----------------------------------------------------------------------------------------------------------
 
@@ -120,9 +145,9 @@ function paintDetail() {
   const ctx = prepare($("map"), box.h + MARGIN.top + MARGIN.axis);
   paintMap(ctx, panel, state.view, box, style(false));
   paintBound(ctx, panel, state.view, box, "bound");
-  if (state.hover >= 0) outline(ctx, panel, state.view, box, state.hover);
   paintBandLabels(ctx, panel, box);
   paintRankAxis(ctx, box);
+  keep($("map"), ctx, { panel, view: state.view, box });
   const load = prepare($("load"), LOAD_HEIGHT + 8);
   const loadBox = { x: box.x, y: 4, w: box.w, h: LOAD_HEIGHT };
   paintLoad(load, panel, state.view, loadBox, { small: false, top: Math.max(1, panel.maxCost, panel.makespanBound) });
@@ -199,7 +224,7 @@ function point(event) {
   const hover = hit && hit.block >= 0 ? hit.band.param[hit.block] : -1;
   if (hover !== state.hover) {
     state.hover = hover;
-    paintAll();
+    paintOutlines();
   }
   if (hit) showTip(event, ...tipRows(hit, panel));
   else $("tip").hidden = true;
@@ -245,7 +270,7 @@ function setView(x0, x1, y0, y1) {
   [x0, x1] = clamp(x0, x1, Math.min(2, model.ranks), model.ranks);
   [y0, y1] = clamp(y0, y1, Math.min(1024, shown().height), shown().height);
   state.view = { x0, x1, y0, y1 };
-  paintAll();
+  paintDetail();
 }
 
 function zoom(factor, fx = 0.5, fy = 0.5) {
@@ -272,7 +297,7 @@ function listen() {
   });
   map.addEventListener("pointerdown", (event) => { held = { x: event.clientX, y: event.clientY }; map.setPointerCapture(event.pointerId); $("tip").hidden = true; });
   map.addEventListener("pointerup", () => { held = null; });
-  map.addEventListener("pointerleave", () => { $("tip").hidden = true; state.hover = -1; paintAll(); });
+  map.addEventListener("pointerleave", () => { $("tip").hidden = true; state.hover = -1; paintOutlines(); });
   map.addEventListener("wheel", (event) => {
     if (event.deltaY > 0 && isWhole()) return; // nothing left to show: let the page scroll
     event.preventDefault();
@@ -328,6 +353,7 @@ function render() {
 
 model.colourings.forEach((colouring, i) => $("colouring").append(element("option", colouring.name, { value: i })));
 $("summary").textContent = `${grouped(model.ranks)} ranks · ${grouped(model.names.length)} params · ${si(model.panels[0].real)} elements`;
+$("cards").style.setProperty("--cards", model.panels.length);
 buildCards();
 listen();
 render();

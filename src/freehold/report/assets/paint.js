@@ -177,10 +177,9 @@ function outline(ctx, panel, view, box, param) {
   for (const [width, colour] of [[4, "#fff"], [2, "#000"]]) {
     ctx.lineWidth = width;
     ctx.strokeStyle = colour;
-    for (const [band, i] of blocksOf(panel, param)) {
-      const row = band.top + band.offset[i];
-      const left = x(band.rank[i]), top = y(row);
-      ctx.strokeRect(left, top, Math.max(2, x(band.rank[i] + 1) - left), Math.max(2, y(row + band.stop[i] - band.start[i]) - top));
+    for (const run of runsOf(panel, param)) {
+      const left = x(run.first), top = y(run.top);
+      ctx.strokeRect(left, top, Math.max(2, x(run.last + 1) - left), Math.max(2, y(run.bottom) - top));
     }
   }
   ctx.restore();

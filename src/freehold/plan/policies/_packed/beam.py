@@ -72,6 +72,7 @@ class _State:
     packed: Counts
     size: int
     height: int
+    least: int
     head: int
     recipes: tuple[Recipe, ...]
 
@@ -101,13 +102,13 @@ class Beam:
         """
         work = total_work * effort.percent // 100
         began = self.work
-        counts = self._stock.counts
-        start = _State(packed=(0,) * len(counts), size=0, height=0, head=0, recipes=())
+        stock, counts = self._stock, self._stock.counts
+        start = _State(packed=(0,) * len(counts), size=0, height=0, least=stock.bound, head=0, recipes=())
         bands: dict[int, dict[Counts, _State]] = {0: {start.packed: start}}
         while bands:
             states = bands.pop(min(bands))
             least_size = min(state.size for state in states.values())
-            late = (self.work - began) * self._stock.total > work * (least_size + self._largest_bucket)
+            late = (self.work - began) * stock.total > work * (least_size + self._largest_bucket)
             now = _HURRY if late else effort
             for state in self._kept(states, now):
                 for child in self._children(state, now):
@@ -117,20 +118,17 @@ class Beam:
                     if other is None or (child.height, child.head) < (other.height, other.head):
                         known[child.packed] = child
 
-    def _least_height(self, height: int, rest: int) -> int:
-        stock = self._stock
-        return max(stock.bound, height + align_up(-(-rest // stock.num_ranks), stock.step))
+    def _rest(self, packed: Counts) -> Counts:
+        return tuple([c - p for c, p in zip(self._stock.counts, packed, strict=True)])
 
     def _kept(self, states: dict[Counts, _State], effort: Effort) -> list[_State]:
         """The states of a band that are worth expanding: most of them the best, the others spread over the rest."""
         stock = self._stock
 
         def rank(state: _State) -> tuple[int, int, int, Counts]:
-            least = self._least_height(state.height, stock.total - state.size)
-            return least, state.height * stock.num_ranks - state.size, state.head, state.packed
+            return state.least, state.height * stock.num_ranks - state.size, state.head, state.packed
 
-        ranked = sorted(states.values(), key=rank)
-        ranked = [s for s in ranked if self._least_height(s.height, stock.total - s.size) <= self._plans.cutoff]
+        ranked = sorted((state for state in states.values() if state.least <= self._plans.cutoff), key=rank)
         if not ranked:
             return []
         width = effort.width
@@ -145,12 +143,11 @@ class Beam:
 
     def _children(self, state: _State, effort: Effort) -> Iterator[_State]:
         stock = self._stock
-        rest = tuple([c - p for c, p in zip(stock.counts, state.packed, strict=True)])
+        rest = self._rest(state.packed)
         rest_size = stock.total - state.size
         if rest_size <= self._largest_bucket:
-            least = self._least_height(state.height, rest_size) - state.height
             most = min(stock.most_shard_numel, self._plans.cutoff - state.height)
-            self._finish(state, self._book.closing(rest, least, most))
+            self._finish(state, self._book.closing(rest, max(0, state.least - state.height), most))
         if effort is not _HURRY and rest_size <= 2 * self._largest_bucket:
             self._finish_in_two(state, rest, rest_size)
         enough = _ENOUGH_CHILDREN if rest_size <= _FAR_BUCKETS * self._largest_bucket else _ENOUGH_CHILDREN // 2
@@ -197,15 +194,15 @@ class Beam:
             return None
         size = state.size + stock.size_of(recipe.taken)
         height = state.height + recipe.shard_numel
-        least = self._least_height(height, stock.total - size)
+        packed = tuple([p + t for p, t in zip(state.packed, recipe.taken, strict=True)])
+        least = max(stock.bound, height + stock.least_height(self._rest(packed)))
         if least > self._plans.cutoff:
             return None
-        packed = tuple([p + t for p, t in zip(state.packed, recipe.taken, strict=True)])
         recipes = (*state.recipes, recipe)
         if size == stock.total:
             self._plans.add(recipes, height)
             return None
-        return _State(packed=packed, size=size, height=height, head=head, recipes=recipes)
+        return _State(packed=packed, size=size, height=height, least=least, head=head, recipes=recipes)
 
     def _finish(self, state: _State, *recipes: Recipe | None) -> None:
         done: list[Recipe] = [r for r in recipes if r is not None]
@@ -219,7 +216,7 @@ class Beam:
         if rest in self._pairs_done or self._plans.best <= stock.bound:
             return
         self._pairs_done.add(rest)
-        target = self._least_height(state.height, rest_size) - state.height
+        target = max(state.least, state.height + stock.least_height(rest)) - state.height
         low = -(-stock.least_bucket_numel // stock.num_ranks)
         heights = self._book.heights(rest, low, min(target - 1, stock.most_shard_numel), _PAIR_HEIGHTS)
         for height in heights:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from freehold.plan.policies._packed.fill import BIG_FIRST, MODES, Filler
-from freehold.plan.policies._packed.recipe import Recipe, bins_recipe, run_choices, stacks_recipe
+from freehold.plan.policies._packed.recipe import Recipe, StackSums, bins_recipe, can_be_cut, stacks_recipe
 from freehold.plan.policies._packed.stock import Counts, Stock
 from freehold.plan.problem import align_up
 
@@ -14,6 +14,9 @@ __all__ = ["RecipeBook"]
 
 _MAX_HEIGHT_BITS = 1 << 18
 """Heights are read from a bit set of at most this many bits."""
+
+_MAX_RUN_HEIGHTS = 256
+"""Heights for stacks that are looked at before the best ones are tried."""
 
 _MAX_CLOSING_HEIGHTS = 512
 """Heights of a closing bucket among which is searched."""
@@ -33,9 +36,11 @@ class RecipeBook:
         self._closings: dict[tuple[Counts, int, int], Recipe | None] = {}
 
     def heights(self, counts: Counts, low: int, high: int, most: int) -> list[int]:
-        """Shard sizes worth trying from ``low`` to ``high``, tallest first: sums that whole rows across the ranks can
-        reach, among them multiples of what there is most of, and heights at which stacks can be cut; each of these
-        thinned to about ``most``."""
+        """Shard sizes worth trying from ``low`` to ``high``, tallest first; about ``most`` of each sort.
+
+        They are sums that whole rows across the ranks can reach, among them multiples of what there is most of, and
+        heights at which stacks can be cut.
+        """
         stock = self._stock
         rows = tuple(-(-c // stock.num_ranks) for c in self._loose(counts))
         chosen = {align_up(s, stock.shard_unit) for s in _some(self._bits(rows, low, high), most, stock.unit)}
@@ -44,8 +49,21 @@ class RecipeBook:
         chosen.update(_thinned(list(range(align_up(max(low, 1), size), high + 1, size)), -(-most // 2)))
         chosen = {height for height in chosen if low <= height <= high}
         for unit in self._run_units(counts):
-            chosen.update(_thinned(list(range(align_up(low, unit), high + 1, unit)), most))
+            chosen.update(self._run_heights(counts, unit, low, high, most))
         return sorted(chosen, reverse=True)
+
+    def _run_heights(self, counts: Counts, unit: int, low: int, high: int, most: int) -> list[int]:
+        """Multiples of ``unit`` at which the stacks on hand waste least."""
+        tries = _thinned(list(range(align_up(low, unit), high + 1, unit)), _MAX_RUN_HEIGHTS)
+        if len(tries) <= most:
+            return tries
+        kinds = [i for i in self._stack_kinds if counts[i] and unit % self._stock.kinds[i].granule == 0]
+        sums = StackSums(self._stock, counts, kinds, self._stock.num_ranks * tries[-1])
+        self.filler.work += sums.filler.work + 2 * len(tries)
+        waste = {height: sums.waste(self._stock.num_ranks * height) for height in tries}
+        best = sorted(tries, key=lambda height: (waste[height], height))[: 4 * most]
+        perfect = [height for height in sorted(best) if not waste[height]]
+        return _thinned(perfect, most) if len(perfect) >= most else best[:most]
 
     def recipes(self, counts: Counts, height: int, mode: int) -> tuple[Recipe, ...]:
         """Buckets of that height (or a bit lower) from what is on hand, most filled first."""
@@ -92,11 +110,13 @@ class RecipeBook:
             yield bins_recipe(stock, self.filler, small, height, mode)
         if height % stock.shard_unit:
             return
-        if not self._stack_kinds:
+        run_kinds = [i for i in self._stack_kinds if counts[i] and can_be_cut(stock.kinds[i], height)]
+        if not run_kinds:
             return
         loose = self._loose(counts)
-        run_kinds = [i for i in self._stack_kinds if counts[i]]
-        for choice in run_choices(stock, counts, run_kinds, height):
+        sums = StackSums(stock, counts, run_kinds, stock.num_ranks * height)
+        self.filler.work += sums.filler.work
+        for choice in sums.choices(stock.num_ranks * height):
             stacks = [i for i in run_kinds for _ in range(choice[i])]
             recipe = stacks_recipe(stock, self.filler, loose, stacks=stacks, height=height, mode=mode)
             if recipe is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from freehold.plan.policies._packed.recipe import Recipe
 from freehold.plan.policies._packed.stock import Stock

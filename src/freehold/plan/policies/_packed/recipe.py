@@ -10,7 +10,7 @@ from freehold.plan.policies._packed.fill import BIG_FIRST, PROPORTIONAL, Filler,
 from freehold.plan.policies._packed.stock import Counts, Kind, Stock
 from freehold.plan.problem import align_up
 
-__all__ = ["Pocket", "Recipe", "Run", "bins_recipe", "lay_runs", "run_choices", "stacks_recipe"]
+__all__ = ["Pocket", "Recipe", "Run", "StackSums", "bins_recipe", "can_be_cut", "lay_runs", "stacks_recipe"]
 
 _MAX_CHOICE_UNITS = 1 << 15
 """Stacks are chosen by exact subset sums if a bucket is at most this many times their common divisor."""
@@ -62,44 +62,60 @@ def bins_recipe(stock: Stock, filler: Filler, counts: Counts, height: int, mode:
     return Recipe(taken=taken, shard_numel=align_up(top, stock.shard_unit), rows=bins.rows)
 
 
-def run_choices(stock: Stock, counts: Counts, run_kinds: Sequence[int], height: int) -> list[Counts]:
-    """How many stacks of each kind to lay through one bucket: those that fill it, and those that leave room for the rest.
+class StackSums:
+    """Which totals the stacks on hand can reach: the ways to fill a bucket of some height with them.
 
     Args:
         stock: The stock.
         counts: What is on hand.
-        run_kinds: Kinds that may be laid as runs at this height.
-        height: Elements of a shard.
+        run_kinds: Kinds of stacks that may be cut at the heights in question.
+        largest: Elements of the largest bucket in question.
     """
-    stacks = tuple(c if i in run_kinds else 0 for i, c in enumerate(counts))
-    if not any(stacks):
-        return []
-    space = stock.num_ranks * height
-    loose = stock.size_of(counts) - stock.size_of(stacks)
-    unit = math.gcd(*(stock.kinds[i].size for i in run_kinds))
-    if space // unit > _MAX_CHOICE_UNITS:
-        unit = -(-space // _MAX_CHOICE_UNITS)
-    # A stack that does not take part weighs more than the room, which is how the filler skips it.
-    filler = Filler([-(-k.size // unit) if i in run_kinds else space // unit + 1 for i, k in enumerate(stock.kinds)])
-    sums = filler.sums(stacks, space // unit)[0]
-    targets = _largest_sums(sums, 3)
-    targets += _largest_sums(sums & ((1 << max(1, (space - loose) // unit + 1)) - 1), 1)
-    targets += _largest_sums(sums & ((1 << max(1, (space - loose // 2) // unit + 1)) - 1), 1)
-    choices: list[Counts] = []
-    weight = sum(-(-stock.kinds[i].size // unit) * stacks[i] for i in run_kinds)
-    for target in targets:
-        shares = tuple([(c * target + weight // 2) // weight for c in stacks])
-        choices += [filler.choose(stacks, target, mode, shares) for mode in (BIG_FIRST, PROPORTIONAL)]
-    return [choice for choice in dict.fromkeys(choices) if any(choice)]
+
+    def __init__(self, stock: Stock, counts: Counts, run_kinds: Sequence[int], largest: int) -> None:
+        self._stock = stock
+        self._stacks = tuple(c if i in run_kinds else 0 for i, c in enumerate(counts))
+        self._loose = sum(c * k.size for c, k in zip(counts, stock.kinds, strict=True) if not k.is_stack)
+        unit = math.gcd(*(stock.kinds[i].size for i in run_kinds))
+        if largest // unit > _MAX_CHOICE_UNITS:
+            unit = -(-largest // _MAX_CHOICE_UNITS)
+        self._unit = unit
+        # A kind that does not take part weighs more than any room, which is how the filler skips it.
+        self._weights = [-(-k.size // unit) if i in run_kinds else largest // unit + 1 for i, k in enumerate(stock.kinds)]
+        self.filler = Filler(self._weights)
+        self._sums = self.filler.sums(self._stacks, largest // unit)[0]
+
+    def waste(self, space: int) -> int:
+        """Elements of ``space`` that neither stacks nor loose params on hand can fill, as far as sums can tell."""
+        room = space // self._unit
+        best = (self._sums & ((1 << (room + 1)) - 1)).bit_length() - 1
+        return max(0, space - best * self._unit - self._loose)
+
+    def choices(self, space: int) -> list[Counts]:
+        """How many stacks of each kind to take: those that fill ``space``, and those that leave room for the rest."""
+        targets = self._largest_sums(space, 3)
+        targets += self._largest_sums(space - self._loose, 1)
+        targets += self._largest_sums(space - self._loose // 2, 1)
+        weight = sum(w * c for w, c in zip(self._weights, self._stacks, strict=True))
+        found: list[Counts] = []
+        for target in targets:
+            shares = tuple([(c * target + weight // 2) // weight for c in self._stacks])
+            found += [self.filler.choose(self._stacks, target, mode, shares) for mode in (BIG_FIRST, PROPORTIONAL)]
+        return [choice for choice in dict.fromkeys(found) if any(choice)]
+
+    def _largest_sums(self, space: int, count: int) -> list[int]:
+        sums = self._sums & ((1 << (max(0, space) // self._unit + 1)) - 1)
+        found: list[int] = []
+        while sums > 1 and len(found) < count:
+            top = sums.bit_length() - 1
+            found.append(top)
+            sums ^= 1 << top
+        return found
 
 
-def _largest_sums(sums: int, count: int) -> list[int]:
-    found: list[int] = []
-    while sums > 1 and len(found) < count:
-        top = sums.bit_length() - 1
-        found.append(top)
-        sums ^= 1 << top
-    return found
+def can_be_cut(kind: Kind, height: int) -> bool:
+    """Whether a stack can be laid into shards of that height: cut at every edge, at one edge, or not at all."""
+    return height % kind.granule == 0 or kind.num_granules <= 2 * (height // kind.granule)
 
 
 def stacks_recipe(
@@ -114,6 +130,7 @@ def stacks_recipe(
     if laid is None:
         return None
     runs, gaps, num_run_shards = laid
+    filler.work += 4 * len(stacks)
     left = loose
     pockets: list[Pocket] = []
     for address, numel in sorted(gaps, key=lambda gap: (gap[1], gap[0])):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from freehold.plan.policies._packed.recipe import Pocket, Recipe, Run, lay_runs
 from freehold.plan.policies._packed.stock import Stock
-from freehold.plan.problem import Item
 
 __all__ = ["PlacedPocket", "SnakePlace", "granules_by_rank", "place_runs"]
 

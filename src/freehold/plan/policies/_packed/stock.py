@@ -23,6 +23,10 @@ _MAX_UNITS = 1 << 17
 common divisor allows; beyond, bit sets would become slow, and the tops of shards are measured exactly afterwards."""
 
 
+_MAX_PIECES = 8
+"""Largest sizes of granules that are counted as pieces."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """Params of one aligned size and one granule.
@@ -67,6 +71,8 @@ class Stock:
         heads: Aligned elements of the first i params in backward order, for every i.
         order: Positions in backward order of the shared params.
         mean_costs: Mean cost of the params of each kind, rounded down.
+        pieces: Sizes a, and how many whole pieces of that size the granules of one param of each kind hold; see
+            ``least_height``.
     """
 
     kinds: tuple[Kind, ...]
@@ -84,6 +90,7 @@ class Stock:
     heads: tuple[int, ...]
     order: tuple[int, ...]
     mean_costs: tuple[int, ...]
+    pieces: tuple[tuple[int, Counts], ...]
 
     @property
     def counts(self) -> Counts:
@@ -100,6 +107,14 @@ class Stock:
     def size_of(self, counts: Counts) -> int:
         """Aligned elements of that many params."""
         return sum(c * k.size for c, k in zip(counts, self.kinds, strict=True))
+
+    def least_height(self, counts: Counts) -> int:
+        """Sum of shard sizes that so many params need, at least: on average, and by counting large pieces."""
+        least = align_up(-(-self.size_of(counts) // self.num_ranks), self.step)
+        for size, pieces in self.pieces:
+            held = sum([c * p for c, p in zip(counts, pieces, strict=True) if p])
+            least = max(least, align_up(size * -(-held // self.num_ranks), self.shard_unit))
+        return least
 
     def least_numel_of(self, counts: Counts) -> int:
         """Real elements of that many params, at least."""
@@ -136,6 +151,7 @@ def take_stock(problem: Problem, *, growth: tuple[int, int], bound: int) -> Stoc
         bound=bound,
         heads=tuple(accumulate((align_up(item.numel, problem.alignment) for item in shared), initial=0)),
         order=tuple(item.index for item in shared),
+        pieces=_pieces(kinds),
         mean_costs=tuple(sum(problem.items[at].cost for at in k.queue) // len(k.queue) for k in kinds),
     )
 
@@ -158,6 +174,11 @@ def _kinds(shared: list[Item], alignment: int) -> tuple[Kind, ...]:
         )
         for key in sorted(groups, reverse=True)
     )
+
+
+def _pieces(kinds: tuple[Kind, ...]) -> tuple[tuple[int, Counts], ...]:
+    sizes = sorted({kind.granule for kind in kinds}, reverse=True)[:_MAX_PIECES]
+    return tuple((size, tuple(k.num_granules * (k.granule // size) for k in kinds)) for size in sizes)
 
 
 def _most_shard_numel(problem: Problem, kinds: tuple[Kind, ...], growth: tuple[int, int]) -> int:

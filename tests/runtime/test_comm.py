@@ -1,0 +1,425 @@
+"""Transports against a plain sum, their lifetimes, sub-groups, groups of one, and ranks that own nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import models
+from fake_comm import poison_freed_memory
+from freehold import AdamW, LayerwiseOptimizer, Muon
+from freehold.runtime.comm import Comm, GlooComm, LocalComm, NativeComm, Pending, ReceivePool, make_comm
+from ranks import run_ranks
+from reference import Recipe, assert_equal_params, assert_equal_ranks, full_grads
+
+CPU = torch.device("cpu")
+TRANSPORTS = ("gloo", "native")
+
+
+def _transport(kind: str) -> Comm:
+    group = dist.group.WORLD
+    return GlooComm(group, CPU, stripe=3) if kind == "gloo" else NativeComm(group, CPU)
+
+
+def _flat(rank: int, shard_numel: int, num_ranks: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn(num_ranks * shard_numel, generator=generator).to(dtype)
+
+
+def _plain_sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+# ---- collectives --------------------------------------------------------------------------------------------------------
+
+
+def _collectives(kind: str) -> None:
+    comm = _transport(kind)
+    r, n = comm.rank, comm.num_ranks
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        sizes = (64, 1, 1000)
+        mine = [_flat(r, size, n, dtype, seed) for seed, size in enumerate(sizes)]
+        pending = [comm.reduce_scatter(flat, bucket) for bucket, flat in enumerate(mine)]
+        for handle in pending:
+            handle.wait()
+        for seed, size in enumerate(sizes):
+            total = _plain_sum([_flat(rank, size, n, dtype, seed) for rank in range(n)])
+            own = comm.own_shard(mine[seed])
+            wanted = comm.own_shard(total)
+            if kind == "gloo":
+                assert torch.equal(own, wanted), "the sum is not taken in rank order"
+            else:
+                torch.testing.assert_close(own, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+        _gathers(comm, mine, sizes, dtype)
+
+
+def _gathers(comm: Comm, mine: list[Tensor], sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    r, n = comm.rank, comm.num_ranks
+    mine = [_flat(r, size, n, dtype, seed) for seed, size in enumerate(sizes)]
+    pending = [comm.all_gather(flat, bucket) for bucket, flat in enumerate(mine)]
+    for handle in reversed(pending):  # waited for in any order
+        handle.wait()
+    for seed, size in enumerate(sizes):
+        everyone = [_flat(rank, size, n, dtype, seed) for rank in range(n)]
+        wanted = torch.cat([everyone[rank][rank * size : (rank + 1) * size] for rank in range(n)])
+        assert torch.equal(mine[seed], wanted)
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_reduce_scatter_and_all_gather(num_ranks: int, kind: str) -> None:
+    run_ranks(num_ranks, _collectives, kind)
+
+
+def _sum_by_every_owner() -> Tensor:
+    comm = _transport("gloo")
+    part = _flat(comm.rank, 257, 1, torch.float32)
+    flat = part.repeat(comm.num_ranks)
+    comm.reduce_scatter(flat, 0).wait()
+    return comm.own_shard(flat).clone()
+
+
+def test_a_sum_has_the_same_bits_whoever_owns_it() -> None:
+    first, *rest = run_ranks(4, _sum_by_every_owner)
+    assert all(torch.equal(first, other) for other in rest)
+    parts = [_flat(rank, 257, 1, torch.float32) for rank in range(4)]
+    assert torch.equal(first, _plain_sum(parts))
+    assert not torch.equal(first, _plain_sum(parts[::-1])), "these numbers add up alike in any order: nothing is tested"
+
+
+def _shared_tags() -> None:
+    """Buckets 512 apart share a tag and may be under way together."""
+    comm = _transport("gloo")
+    buckets = (0, 512, 1024, 5, 517)
+    mine = [_flat(comm.rank, 32, comm.num_ranks, torch.float32, bucket) for bucket in buckets]
+    assert comm._tag_of(0, 0) == comm._tag_of(512, 0) != comm._tag_of(0, 1)  # type: ignore[attr-defined]
+    pending = [comm.reduce_scatter(flat, bucket) for bucket, flat in zip(buckets, mine, strict=True)]
+    for handle in pending:
+        handle.wait()
+    for bucket, flat in zip(buckets, mine, strict=True):
+        total = _plain_sum([_flat(rank, 32, comm.num_ranks, torch.float32, bucket) for rank in range(comm.num_ranks)])
+        assert torch.equal(comm.own_shard(flat), comm.own_shard(total)), f"{bucket=}"
+
+
+def test_more_buckets_than_tags() -> None:
+    run_ranks(3, _shared_tags)
+
+
+def _control(kind: str) -> None:
+    comm = _transport(kind)
+    r = comm.rank
+    tensors = (
+        torch.full((3,), float(r)),
+        torch.tensor([r == 0, True, r == 1]),
+        torch.full((2, 3), r, dtype=torch.bfloat16),
+        torch.arange(6.0).reshape(2, 3).t() * (1 + r),
+        torch.tensor(r, dtype=torch.int64),
+        torch.empty(0),
+    )
+    for tensor in tensors:
+        comm.broadcast_(tensor)
+    assert torch.equal(tensors[0], torch.zeros(3))
+    assert tensors[1].tolist() == [True, True, False]
+    assert torch.equal(tensors[2], torch.zeros(2, 3, dtype=torch.bfloat16))
+    assert torch.equal(tensors[3], torch.arange(6.0).reshape(2, 3).t())
+    assert tensors[4].item() == 0
+    rows = comm.exchange(torch.tensor([r, 10 * r]))
+    assert rows.tolist() == [[rank, 10 * rank] for rank in range(comm.num_ranks)]
+    flags = torch.tensor([r == 1, r == 0, False], dtype=torch.uint8)
+    assert comm.max_(flags) is flags
+    assert flags.tolist() == [1, 1, 0]
+    assert comm.gather_objects({"rank": r}) == [{"rank": rank} for rank in range(comm.num_ranks)]
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_control_collectives(kind: str) -> None:
+    run_ranks(2, _control, kind)
+
+
+def test_a_group_of_one_moves_nothing() -> None:
+    comm = make_comm(None, CPU)
+    assert isinstance(comm, LocalComm)
+    flat = torch.arange(4.0)
+    comm.reduce_scatter(flat, 0).wait()
+    comm.all_gather(flat, 0).wait()
+    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert torch.equal(comm.own_shard(flat), flat)
+    assert comm.gather_objects("x") == ["x"]
+    assert comm.exchange(torch.tensor([1, 2])).tolist() == [[1, 2]]
+
+
+# ---- receive space ------------------------------------------------------------------------------------------------------
+
+
+def test_receive_space_is_used_again() -> None:
+    pool = ReceivePool()
+    like = torch.zeros(1)
+    first = pool.take(100, like)
+    pool.give_back(first)
+    assert pool.take(80, like) is first
+    assert pool.held_bytes() == 0
+    second = pool.take(80, like)
+    assert second is not first
+    pool.give_back(first)
+    pool.give_back(second)
+    assert pool.held_bytes() == 4 * 180
+    assert pool.take(100, like) is first, "the fitting one, although another lies before it"
+
+
+def test_receive_space_grows_instead_of_piling_up() -> None:
+    pool = ReceivePool()
+    like = torch.zeros(1)
+    for numel in (10, 20, 40, 30, 40):
+        pool.give_back(pool.take(numel, like))
+    assert pool.held_bytes() == 4 * 40
+
+
+def test_receive_space_is_kept_apart_by_dtype() -> None:
+    pool = ReceivePool()
+    pool.give_back(pool.take(100, torch.zeros(1)))
+    taken = pool.take(50, torch.zeros(1, dtype=torch.bfloat16))
+    assert taken.dtype == torch.bfloat16
+    assert pool.held_bytes() == 400
+
+
+def _pool_after_training() -> tuple[int, int]:
+    model = models.make("gpt")
+    opt = LayerwiseOptimizer(model, matrix=Muon(), elementwise=AdamW(), bucket_numel=1500)
+    held = []
+    for step in range(4):
+        models.loss_of(model, models.batch("gpt", torch.Generator().manual_seed(step))).backward()
+        opt.step()
+        opt.zero_grad()
+        held.append(opt._comm._pool.held_bytes())  # type: ignore[attr-defined]
+    largest = max(bucket.numel for bucket in opt.layout.buckets) * 4
+    opt.close()
+    assert held[1:] == held[:1] * 3, f"receive space grows from step to step: {held}"
+    return held[0], largest
+
+
+def test_receive_space_is_bounded_in_training() -> None:
+    for held, largest in run_ranks(2, _pool_after_training):
+        assert 0 < held <= GlooComm.max_in_flight * largest
+
+
+# ---- lifetimes ----------------------------------------------------------------------------------------------------------
+
+
+class FakeGroup:
+    """Rank 0 of two; the other rank's messages are ``peer``. Reads and writes tensors in ``wait()``, and keeps none of them."""
+
+    def __init__(self, peer: Tensor) -> None:
+        self.peer = peer
+        self.sent: list[Tensor] = []
+        self.dropped: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+        monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+        monkeypatch.setattr(dist, "isend", lambda tensor, **rest: FakeWork(self, tensor, self._send))
+        monkeypatch.setattr(dist, "irecv", lambda tensor, **rest: FakeWork(self, tensor, self._receive))
+
+    def _send(self, tensor: Tensor) -> None:
+        self.sent.append(tensor.clone())
+
+    def _receive(self, tensor: Tensor) -> None:
+        tensor.copy_(self.peer[: tensor.numel()])
+
+
+class FakeWork:
+    """Knows its tensor only by place: a weak reference to the memory's owner, and where in it the tensor lies."""
+
+    def __init__(self, group: FakeGroup, tensor: Tensor, transfer: Any) -> None:
+        self._group = group
+        self._memory = weakref.ref(tensor if tensor._base is None else tensor._base)
+        self._place = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self._transfer = transfer
+        self._done = False
+
+    def wait(self) -> None:
+        gc.collect()
+        poison_freed_memory(self._place[0].numel())
+        memory = self._memory()
+        assert memory is not None, "a tensor in flight was let go before wait()"
+        self._transfer(memory.as_strided(*self._place))
+        self._done = True
+
+    def __del__(self) -> None:
+        if not self._done:
+            self._group.dropped.append("a handle was dropped before wait()")
+
+
+def test_b31_everything_in_flight_is_referenced_until_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 64
+    peer, mine = _flat(1, n, 1, torch.float32), _flat(0, n, 2, torch.float32)
+    group = FakeGroup(peer)
+    group.install(monkeypatch)
+    comm = GlooComm(None, CPU, stripe=0)  # type: ignore[arg-type]
+
+    def start(kind: str) -> tuple[Pending, weakref.ref[Tensor]]:
+        flat = mine.clone()
+        return getattr(comm, kind)(flat, 0), weakref.ref(flat)
+
+    for kind in ("reduce_scatter", "all_gather"):
+        group.sent.clear()
+        pending, flat = start(kind)
+        gc.collect()
+        assert flat() is not None, f"{kind} does not keep its buffer"
+        assert group.dropped == []
+        result = flat()
+        pending.wait()
+        own, other = result[:n], result[n:]
+        assert torch.equal(group.sent[0], mine[n:] if kind == "reduce_scatter" else mine[:n])
+        if kind == "reduce_scatter":
+            assert torch.equal(own, mine[:n] + peer)
+        else:
+            assert torch.equal(own, mine[:n])
+            assert torch.equal(other, peer)
+        del result, own, other
+        gc.collect()
+        assert flat() is None, f"{kind} keeps its buffer after wait()"
+        assert group.dropped == []
+        pending.wait()  # a second time: nothing
+
+
+# ---- groups -------------------------------------------------------------------------------------------------------------
+
+
+def _train(group: Any, num_steps: int = 4) -> list[Tensor]:
+    """Data and initial weights by group rank, so that groups of one size train alike wherever they lie."""
+    rank = dist.get_rank(group)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(33, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 16, bias=False), nn.Linear(16, 3))
+    opt = LayerwiseOptimizer(model, **Recipe().rules(), process_group=group, bucket_numel=300)
+    generator = torch.Generator().manual_seed(40 + rank)
+    for step in range(num_steps):
+        with opt.no_sync():
+            models.loss_of(model, models.batch("mlp", generator)).backward()
+        models.loss_of(model, models.batch("mlp", generator)).backward()
+        opt.clip_grad_norm_(0.5 + step)
+        opt.step()
+        opt.zero_grad()
+    opt.synchronize()
+    opt.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _in_subgroups() -> list[Tensor]:
+    inner = dist.new_group([1, 2])
+    outer = dist.new_group([0, 3])
+    return _train(inner if dist.get_rank() in (1, 2) else outer)
+
+
+def _in_world() -> list[Tensor]:
+    return _train(dist.group.WORLD)
+
+
+def test_a_subgroup_trains_like_a_world_of_its_size() -> None:
+    """[1, 2] and [0, 3] of four ranks, at the same time; group ranks are not global ranks."""
+    whole = run_ranks(2, _in_world)
+    parts = run_ranks(4, _in_subgroups)
+    for rank, part in enumerate(parts):
+        for p, q in zip(part, whole[0], strict=True):
+            assert torch.equal(p, q), f"global rank {rank}"
+
+
+def _group_of_one(kind: str) -> None:
+    """Bit for bit torch.optim.Muon and torch.optim.AdamW."""
+    recipe = Recipe()
+    model, plain = models.make(kind), models.make(kind)
+    opt = LayerwiseOptimizer(model, **recipe.rules(), bucket_numel=1500)
+    optimizers = recipe.torch_optimizers(plain.named_parameters())
+    generator = torch.Generator().manual_seed(3)
+    for step in range(6):
+        for micro in range(1 + step % 2):
+            inputs = models.batch(kind, generator)
+            if micro < step % 2:
+                with opt.no_sync():
+                    models.loss_of(model, inputs).backward()
+            else:
+                models.loss_of(model, inputs).backward()
+            models.loss_of(plain, inputs).backward()
+        if step >= 3:
+            norm = opt.clip_grad_norm_(0.1)
+            grads = [p.grad for p in plain.parameters()]
+            theirs = nn.utils.get_total_norm(grads)
+            assert abs(norm - theirs) <= 1e-6 * theirs
+            nn.utils.clip_grads_with_norm_(plain.parameters(), 0.1, norm)
+        opt.step()
+        opt.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_params(model, plain, f"{step=}")
+    opt.close()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "gpt_tied"])
+def test_alone_without_a_process_group(kind: str) -> None:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    _group_of_one(kind)
+    torch.set_num_threads(num_threads)
+
+
+def test_alone_in_a_process_group_of_one() -> None:
+    run_ranks(1, _group_of_one, "gpt_tied")
+
+
+# ---- ranks that own nothing -----------------------------------------------------------------------------------------------
+
+SMALL: dict[str, tuple[int, ...]] = {"one matrix": (8, 8), "one vector": (3,), "one scalar": ()}
+
+
+def _less_than_ranks(name: str) -> int:
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"w": torch.randn(SMALL[name])})
+    w = model["w"]
+    is_matrix = w.ndim == 2
+    reference = nn.Parameter(w.detach().clone())
+    recipe = Recipe()
+    rules = recipe.rules()
+    opt = LayerwiseOptimizer(
+        model,
+        matrix=rules["matrix"] if is_matrix else None,
+        elementwise=None if is_matrix else rules["elementwise"],
+        bucket_numel=None,
+    )
+    (optimizer,) = recipe.torch_optimizers([("w", reference)])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        generators = [torch.Generator().manual_seed(10 * step + r) for r in range(num_ranks)]
+        given = [torch.randn(SMALL[name], generator=g) for g in generators]
+        (w * given[rank]).sum().backward()
+        norm = opt.clip_grad_norm_(0.7)
+        grads = full_grads(opt)
+        reference.grad = grads["w"].clone()
+        mean = _plain_sum(given) / num_ranks
+        torch.testing.assert_close(norm, mean.norm(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(reference.grad, mean * min(1.0, 0.7 / (mean.norm() + 1e-6)), rtol=1e-6, atol=1e-8)
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+        optimizer.step()
+        assert torch.equal(w, reference), f"{step=}"
+        assert_equal_ranks(model)
+    held = opt.memory().state_bytes
+    owned = sum(len(bucket.owned) for bucket in opt._buckets)
+    assert (held == 0) == (owned == 0)
+    opt.close()
+    return owned
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_ranks_that_own_nothing(name: str) -> None:
+    assert sorted(run_ranks(4, _less_than_ranks, name)) == [0, 0, 0, 1]
