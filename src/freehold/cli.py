@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from typer.core import TyperGroup
 
 import freehold
@@ -206,7 +207,7 @@ def draw(
     model = _loaded(source, dtype=dtype, all_matrix=all_matrix, ep=ep)
     sizing = _sizing(size, model, link_gbps=link_gbps, tflops=tflops, tokens=tokens)
     made = list(_watched((_planned(model, sizing, ranks, name) for name in names), len(names)))
-    with _STDERR.status(f"Drawing {output}"):
+    with _STDERR.status(Text(f"Drawing {output}")):
         layouts = [one.layout for one in made]
         drawing = make_drawing(
             layouts,
@@ -215,7 +216,7 @@ def draw(
             timelines=[simulate(layout, machine=sizing.machine, workload=sizing.workload) for layout in layouts],
         )
         output.write_bytes(paint(drawing))
-    _STDERR.print(f"Wrote {output}", highlight=False)
+    _STDERR.print(f"Wrote {output}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -235,7 +236,7 @@ def doctor(format: OutputFormat = Format.TABLE, output: Output = None) -> None:
 
 
 def _loaded(source: str, *, dtype: str | None, all_matrix: bool, ep: int | None) -> ModelSource:
-    with _STDERR.status(f"Reading {source[:60]}"):
+    with _STDERR.status(Text(f"Reading {source[:60]}")):
         model = load_source(source)
     if dtype is not None:
         model = model.with_dtype(dtype)
@@ -262,7 +263,7 @@ def _sizing(
 def _rank_counts(text: str) -> tuple[int, ...]:
     counts: list[int] = []
     for part in text.split(","):
-        if not part.strip().isdigit() or not 1 <= int(part) <= MAX_RANKS:
+        if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_RANKS:
             raise PlanError(f"--ranks must be whole numbers from 1 to {MAX_RANKS}, with commas between; got {text!r}")
         counts.append(int(part))
     return tuple(dict.fromkeys(counts))
@@ -303,7 +304,7 @@ def _write(result: RenderableType, output: Path | None) -> None:
         return
     with output.open("w", encoding="utf-8") as file:
         _print(result, file)
-    _STDERR.print(f"Wrote {output}", highlight=False)
+    _STDERR.print(f"Wrote {output}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print(result: RenderableType, file: Any) -> None:

@@ -108,7 +108,7 @@ def test_compare_has_a_line_for_every_number_of_ranks_and_policy() -> None:
 
 
 def test_output_goes_to_the_file_and_not_to_the_screen(tmp_path: Path) -> None:
-    path = tmp_path / "layout.json"
+    path = tmp_path / "[red]layout.json"
     result = freehold_command("plan", "8x64x64", "--ranks", "2", "--format", "json", "-o", str(path))
     assert result.stdout == ""
     assert f"Wrote {path}" in result.stderr.replace("\n", "")
@@ -143,7 +143,20 @@ def test_doctor_knows_the_extras_of_the_project() -> None:
     assert {(text.removesuffix(".0"), extra) for text, extra in declared} == known
 
 
-@pytest.mark.parametrize("command", [(), ("plan",), ("compare",), ("doctor",)])
+@pytest.mark.parametrize(
+    ("name", "start"), [("page.html", b"<!doctype html>"), ("a.svg", b"<svg"), ("b.PNG", b"\x89PNG")]
+)
+def test_draw_writes_what_the_name_of_the_file_asks_for(tmp_path: Path, name: str, start: bytes) -> None:
+    path = tmp_path / name
+    result = freehold_command("draw", "8x256x128", "-n", "4", "--policy", "absorb,packed", "-o", str(path))
+    assert (result.exit_code, result.stdout) == (0, "")
+    data = path.read_bytes()
+    assert data.startswith(start)
+    if name != "b.PNG":
+        assert all(word in data.decode() for word in ("absorb", "packed", "8x256x128", "400 Gbit/s"))
+
+
+@pytest.mark.parametrize("command", [(), ("plan",), ("compare",), ("draw",), ("doctor",)])
 def test_help_says_what_a_command_does(command: tuple[str, ...]) -> None:
     text = succeeds(*command, "--help")
     assert " ".join(["Usage: freehold", *command]) in text.replace("root", "freehold")
@@ -178,8 +191,12 @@ def test_without_a_command_help_is_printed() -> None:
         (("plan", "8x8", "--ranks", "2", "--nosuch"), "No such option: --nosuch"),
         (("plan", "8x8", "--ranks", "2", "-o", "/nosuch/folder/file"), "/nosuch/folder/file: No such file"),
         (("compare", "8x8", "--ranks", "2,0"), "--ranks must be whole numbers from 1"),
+        (("compare", "8x8", "--ranks", "²"), "--ranks must be whole numbers from 1"),
         (("compare", "8x8", "--ranks", ""), "--ranks must be whole numbers from 1"),
         (("compare", "8x8", "--ranks", "2", "--policies", "packed,nosuch"), "no policy is called 'nosuch'"),
+        (("draw", "8x8", "--ranks", "2", "-o", "x.pdf"), "a file that ends in .html, .svg, .png; got 'x.pdf'"),
+        (("draw", "8x8", "--ranks", "2", "-o", "/nosuch/x.svg"), "/nosuch/x.svg: No such file"),
+        (("draw", "8x8", "--ranks", "2", "--policy", "nosuch"), "no policy is called 'nosuch'"),
         (("nosuch",), "No such command 'nosuch'"),
     ],
 )

@@ -52,6 +52,19 @@ def test_lists_and_shapes_need_no_torch() -> None:
     assert "absorb" in done.stdout
 
 
+def test_png_without_pillow_is_refused_in_one_line(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['PIL'] = None\n"
+        f"sys.argv = ['freehold', 'draw', '8x64x64', '--ranks', '2', '-o', {str(tmp_path / 'a.png')!r}]\n"
+        "from freehold.__main__ import main\n"
+        "main()\n"
+    )
+    done = run("-c", script)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("freehold: PNG needs Pillow: pip install 'freehold[report]'")
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_there_is_one_clear_line(missing: str) -> None:
     script = (

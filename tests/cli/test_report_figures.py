@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from rich.console import Console
 
 from freehold.plan import Layout, ParamSpec, plan, policy_names
@@ -57,6 +57,7 @@ def test_figures_of_three_matrices_counted_by_hand() -> None:
     assert report.plan_s == 0.5
 
 
+@settings(max_examples=15)  # the bounds take most of the time
 @given(cases(max_params=25, max_ranks=9))
 def test_no_layout_is_below_its_bounds_and_memory_is_what_the_runtime_expects(case: Case) -> None:
     itemsizes = {"bfloat16": 2, "float32": 4}
@@ -74,6 +75,7 @@ def test_no_layout_is_below_its_bounds_and_memory_is_what_the_runtime_expects(ca
         assert report.bytes_per_rank.state == max(rank.master_bytes + rank.state_bytes for rank in ranks)
 
 
+@settings(max_examples=15)  # the bounds take most of the time
 @given(cases(max_params=25, max_ranks=9))
 def test_the_bound_of_elementwise_params_is_reached_with_one_bucket(case: Case) -> None:
     flat = [

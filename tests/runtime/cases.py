@@ -1,4 +1,4 @@
-"""What the tests of reported cases, bad input and lifecycle share: tiny rules, snapshots, and comparisons over ranks."""
+"""What the tests of reported cases, bad input and lifecycle share: tiny rules, snapshots, comparisons over ranks."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def counting_newton_schulz() -> Iterator[list[int]]:
 
 def data(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random numbers of their own generator, so that nothing else shifts them."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def error_of(function: Callable[[], Any]) -> tuple[str, str] | None:

@@ -20,8 +20,8 @@ from cases import (
     mean_over_ranks,
     reduced,
     snapshot,
-    wrap,
     weights,
+    wrap,
 )
 from ranks import run_ranks
 from torch import nn
@@ -65,7 +65,7 @@ def _experts(quiet_rank: int | None) -> None:
 
 
 def _many_buckets(idle: str) -> None:
-    """More buckets than may be in flight: rank 0 waits inside its backward for the part of a rank that has no backward."""
+    """More buckets than may be in flight: rank 0 waits in its backward for the part of a rank that has none."""
     rank = dist.get_rank()
     torch.manual_seed(2)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(16)])
@@ -115,7 +115,9 @@ def _nonfinite(mode: str, planted: float, reduce_dtype: torch.dtype, dtype: torc
     x = data(rank, 4, 8, dtype=dtype)
     for step in range(4):
         plants = step in (0, 2) and rank == 1
-        handle = victim.register_hook(lambda g: g.clone().index_fill_(0, torch.tensor([3]), planted)) if plants else None
+        handle = (
+            victim.register_hook(lambda g: g.clone().index_fill_(0, torch.tensor([3]), planted)) if plants else None
+        )
         if step in (0, 2):
             before = snapshot(opt)
             model(x).square().mean().backward()
@@ -193,9 +195,7 @@ def _unused(using_ranks: tuple[int, ...], bucket_numel: int | None) -> None:
         use = step == 0 and rank in using_ranks
         x = data(20 + 2 * step + rank, 6, 8)
         model(x, use).square().mean().backward()
-        grads = torch.autograd.grad(
-            reference(x, use).square().mean(), list(reference.parameters()), allow_unused=True
-        )
+        grads = torch.autograd.grad(reference(x, use).square().mean(), list(reference.parameters()), allow_unused=True)
         names = [n for n, _ in reference.named_parameters()]
         mean = mean_over_ranks(dict(zip(names, grads, strict=True)))
         for name, p in reference.named_parameters():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from cases import (
     assert_ranks_agree,
     assert_same,
@@ -28,6 +27,7 @@ from cases import (
 )
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  the name that all of PyTorch uses
 from torch.utils.checkpoint import checkpoint
 
 from freehold import LayerwiseOptimizer
@@ -39,7 +39,7 @@ def _three(size: int = 16) -> nn.Sequential:
 
 
 def _poison_transport(opt: LayerwiseOptimizer) -> None:
-    """What no rank may read is NaN: others' weight shards until they arrive, others' gradient shards after a reduction."""
+    """What no rank may read is NaN: others' weight shards until they come, their gradient shards once reduced."""
     all_gather, finish = opt._comm.all_gather, opt._reducer._finish_oldest
 
     def poisoned_gather(flat: Tensor, bucket: int) -> Any:
@@ -95,7 +95,7 @@ def _poisoned(num_micro: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("num_micro", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
 def test_b04_no_rank_reads_what_a_buffer_held_before(num_micro: int, dtype: torch.dtype) -> None:
-    """Buffers are overwritten, not cleared; so all of it may be NaN beforehand. Stronger than "all zero at the start"."""
+    """Buffers are overwritten, not cleared: all may be NaN beforehand. Stronger than "all zero at the start"."""
     run_ranks(2, _poisoned, num_micro, dtype)
 
 
@@ -140,7 +140,7 @@ def test_b09_windows_of_any_length_are_reduced_once_and_whole(dtype: torch.dtype
 
 
 def _two_backwards() -> None:
-    """No no_sync(): the second backward comes after the reduction and before step(). The choice made: the correct sum."""
+    """No no_sync(): the second backward comes after the reduction, before step(). The choice: the correct sum."""
     rank = dist.get_rank()
     for overlap in (True, False):
         model = _three(8)

@@ -162,7 +162,7 @@ def test_b10_clipping_acts_on_the_averaged_raw_gradient_before_momentum(num_rank
                 if max_norm is None:  # nothing is rounded, so not a bit may differ
                     assert torch.equal(change[name], free[0][name])
                 # Rounding the scaled gradient to bf16 is all that is left; the fault reported was a factor of 4 to 86.
-                assert float(change[name].norm()) == pytest.approx(float(free[0][name].norm()), rel=1e-3)
+                assert float(change[name].norm()) == pytest.approx(float(free[0][name].norm()), rel=4e-3)
             if moments:
                 coefficient = 2**-10 if max_norm is None else max_norm / (expected + 1e-6)
                 torch.testing.assert_close(moments["exp_avg"], free[3]["exp_avg"] * coefficient, rtol=1e-5, atol=1e-12)

@@ -58,7 +58,8 @@ def _collectives(kind: str) -> None:
             if kind == "gloo":
                 assert torch.equal(own, wanted), "the sum is not taken in rank order"
             else:
-                torch.testing.assert_close(own, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+                rounding = 0.1 if dtype == torch.bfloat16 else 1e-6  # of sums of up to four normal numbers
+                torch.testing.assert_close(own, wanted, rtol=0, atol=rounding)
         _gathers(comm, mine, sizes, dtype)
 
 
@@ -202,8 +203,8 @@ def _pool_after_training() -> tuple[int, int]:
         held.append(opt._comm._pool.held_bytes())  # type: ignore[attr-defined]
     largest = max(bucket.numel for bucket in opt.layout.buckets) * 4
     opt.close()
-    assert held[1:] == held[:1] * 3, f"receive space grows from step to step: {held}"
-    return held[0], largest
+    assert len(set(held[1:])) == 1, f"receive space grows from step to step: {held}"
+    return held[-1], largest
 
 
 def test_receive_space_is_bounded_in_training() -> None:
@@ -298,7 +299,9 @@ def _train(group: Any, num_steps: int = 4) -> list[Tensor]:
     """Data and initial weights by group rank, so that groups of one size train alike wherever they lie."""
     rank = dist.get_rank(group)
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(33, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 16, bias=False), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Linear(33, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 16, bias=False), nn.Linear(16, 3)
+    )
     opt = LayerwiseOptimizer(model, **Recipe().rules(), process_group=group, bucket_numel=300)
     generator = torch.Generator().manual_seed(40 + rank)
     for step in range(num_steps):

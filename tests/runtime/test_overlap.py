@@ -140,7 +140,9 @@ def _order_of_gathers() -> None:
     model = _chain()
     with late_arrivals():
         opt = _optimizer(model)
-    buckets_of = [{opt._by_name[f"{i}.{n}"].bucket for n, _ in layer.named_parameters()} for i, layer in enumerate(model)]
+    buckets_of = [
+        {opt._by_name[f"{i}.{n}"].bucket for n, _ in layer.named_parameters()} for i, layer in enumerate(model)
+    ]
     finished_at: list[set[int]] = []
 
     def note(_module: nn.Module, _args: object) -> None:
@@ -287,7 +289,9 @@ READS: dict[str, Callable[[nn.Module], Tensor]] = {
     "torch.save": _saved,
     "forward": lambda model: model(torch.ones(1, 16)),
     "forward of a child": lambda model: model[4](torch.ones(1, 16)),
-    "functional_call": lambda model: torch.func.functional_call(model, dict(model.named_parameters()), torch.ones(1, 16)),
+    "functional_call": lambda model: torch.func.functional_call(
+        model, dict(model.named_parameters()), torch.ones(1, 16)
+    ),
 }
 
 

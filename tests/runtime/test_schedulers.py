@@ -111,7 +111,7 @@ def _train(kind: str) -> list[list[float]]:
 def test_a_schedule_over_groups_has_the_bits_of_torch(kind: str) -> None:
     ours, theirs = run_ranks(2, _train, kind)
     assert ours == theirs
-    assert ours[0] != ours[3], "the schedule never moved"
+    assert ours[0] != ours[5], "the schedule never moved"
     if kind == "lambda":
         for step, rates in enumerate(ours):
             assert rates == [base * 0.5**step for base in ours[0]]

@@ -6,18 +6,22 @@ import sys
 from inspect import signature
 from types import ModuleType
 
+from freehold.plan.auto import choose_bucket_numel
 from freehold.plan.bucket import Bucket, Mode, Slot
 from freehold.plan.cost import granule_cost, max_min_squared, newton_schulz_flops, param_cost, rank_costs
 from freehold.plan.layout import Layout, Padding
+from freehold.plan.machine import Machine, Workload
 from freehold.plan.planner import default_bucket_numel, plan
 from freehold.plan.policies import policy_names, resolve_policy
 from freehold.plan.problem import Item, PackedBucket, Placement, Policy, Problem
 from freehold.plan.spec import ParamSpec, RuleKind
+from freehold.plan.timeline import Timeline, simulate
 
 __all__ = [
     "Bucket",
     "Item",
     "Layout",
+    "Machine",
     "Mode",
     "PackedBucket",
     "Padding",
@@ -27,6 +31,9 @@ __all__ = [
     "Problem",
     "RuleKind",
     "Slot",
+    "Timeline",
+    "Workload",
+    "choose_bucket_numel",
     "default_bucket_numel",
     "granule_cost",
     "max_min_squared",
@@ -36,6 +43,7 @@ __all__ = [
     "policy_names",
     "rank_costs",
     "resolve_policy",
+    "simulate",
 ]
 
 

@@ -144,7 +144,12 @@ def _check_numbers(*, num_ranks: object, bucket_numel: object, alignment: object
         wrong_types.append(f"num_ranks must be an int, got {num_ranks!r}")
     elif num_ranks < 1:
         wrong_values.append(f"num_ranks must be at least 1, got {num_ranks}")
-    if isinstance(bucket_numel, str):
+    if bucket_numel == "auto":
+        wrong_values.append(
+            "bucket_numel='auto' depends on the machine: pass "
+            "bucket_numel=choose_bucket_numel(params, machine=..., workload=..., ...), which freehold.plan exports"
+        )
+    elif isinstance(bucket_numel, str):
         if bucket_numel != "default":
             wrong_values.append(f"bucket_numel must be an int, None or 'default', got {bucket_numel!r}")
     elif type(bucket_numel) is int:

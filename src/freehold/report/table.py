@@ -99,7 +99,7 @@ def _cells(report: LayoutReport, *, is_best: bool) -> tuple[str, ...]:
         _percent(report.padding_fraction_lower_bound),
         _ratio(report),
         f"{report.num_buckets:,}",
-        f"{report.bytes_per_rank.total / 1e9:.1f}",
+        f"{report.bytes_per_rank.total / 1e9:,.1f}" if report.bytes_per_rank.total > 1e8 else "< 0.1",
         f"{report.plan_s:.2f}",
     )
 

@@ -110,10 +110,12 @@ class StepConsensus:
         return self._reducer.state(), error
 
     def _refuse_disagreement(self, rows: list[StepRow], operation: str, error: Exception | None, options: str) -> None:
+        called = {row.operation for row in rows}
+        doing = " and ".join(name for name, number in _OPERATIONS.items() if number in called)
         if any(row.failed for row in rows):
-            agree(self._comm, error, doing=operation)
+            agree(self._comm, error, doing=doing)
         if len({(row.operation, row.options) for row in rows}) > 1:
-            agree(self._comm, None, {"the call": operation, "param_groups": options}, doing=operation)
+            agree(self._comm, None, {"the call": operation, "param_groups": options}, doing=doing)
         before = [row.passes_before for row in rows]
         if len(set(before)) > 1:
             raise ConsistencyError(
@@ -144,7 +146,7 @@ def options_text(param_groups: Sequence[dict[str, Any]]) -> str:
     """The options of all param groups in a form that can be compared between ranks."""
     return repr(
         [
-            [(key, v.tolist() if isinstance(v, Tensor) else v) for key, v in group.items() if key != "params"]
+            [(key, v.tolist() if isinstance(v, Tensor) else v) for key, v in sorted(group.items()) if key != "params"]
             for group in param_groups
         ]
     )

@@ -7,7 +7,8 @@ and waits for the bucket of that Parameter first. It costs about two microsecond
 to the end of the gathers.
 
 The mode is put at the *bottom* of the thread's mode stack, below any that the user has entered (``with
-torch.device(...)`` is one), because those are left in LIFO order; it is taken out from wherever it then is.
+torch.device(...)`` is one), because those are left in LIFO order; it is taken out from wherever it then is. Only what
+``torch.set_default_device`` entered stays below it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,18 @@ __all__ = ["StaleReadGuard"]
 # would else wait for every gather.
 _READS_NO_VALUES = frozenset(
     getattr(getattr(Tensor, name), access)
-    for name in ("_version", "device", "dtype", "grad", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+    for name in (
+        "_version",
+        "device",
+        "dtype",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "shape",
+    )
     for access in ("__get__", "__set__", "__delete__")
 ) | {Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.requires_grad_, Tensor.size, Tensor.stride}
 

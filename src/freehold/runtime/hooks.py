@@ -23,7 +23,11 @@ __all__ = ["HookSet", "is_compiled"]
 
 
 class _CopySafeHook:
-    """A module hook that acts for the one module it was made for, and is inert in copies and pickles."""
+    """A module hook that acts for the one module it was made for, and is inert in copies and pickles.
+
+    Dynamo must not look into ``__call__``: it would take what it sees while tracing for what is always so. A model that is
+    compiled after wrapping is therefore cut into graphs at the modules that own params.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -51,6 +55,7 @@ class _WaitForWeights(_CopySafeHook):
         self._gatherer = weakref.ref(gatherer)
         self._buckets = buckets
 
+    @torch._disable_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         gatherer = self._gatherer()
         if gatherer is not None and gatherer.busy and self.serves(module):
@@ -64,6 +69,7 @@ class _WaitForAll(_CopySafeHook):
         super().__init__(module)
         self._gatherer = weakref.ref(gatherer)
 
+    @torch._disable_dynamo
     def __call__(self, module: nn.Module, *args: Any) -> None:
         gatherer = self._gatherer()
         if gatherer is not None and self.serves(module):
@@ -78,6 +84,7 @@ class _AfterForward(_CopySafeHook):
         self._reducer = weakref.ref(reducer)
         self._guard = weakref.ref(guard)
 
+    @torch._disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         guard = self._guard()
         if guard is not None and self.serves(module):
@@ -100,13 +107,13 @@ class _BackwardBegins:
 
 
 class _BeforeAccumulate:
-    """Tensor hook of a Parameter."""
+    """Pre-hook of the node that adds to ``p.grad``. A tensor hook would also see ``autograd.grad``, which adds nothing."""
 
     def __init__(self, reducer: GradientReducer, param: ManagedParam) -> None:
         self._reducer = weakref.ref(reducer)
         self._param = weakref.ref(param)
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grad: Any) -> None:
         reducer, param = self._reducer(), self._param()
         if reducer is not None and param is not None:
             reducer.before_accumulate(param)
@@ -115,7 +122,7 @@ class _BeforeAccumulate:
 class _AfterAccumulate(_BeforeAccumulate):
     """Post-accumulate hook of a Parameter."""
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grad: Any) -> None:
         reducer, param = self._reducer(), self._param()
         if reducer is not None and param is not None:
             reducer.after_accumulate(param)
@@ -141,8 +148,9 @@ class HookSet:
         guard: StaleReadGuard,
     ) -> None:
         self._handles: list[Any] = []
-        for p in params:
-            self._handles.append(p.param.register_hook(_BeforeAccumulate(reducer, p)))
+        self._accumulators = [_accumulator(p.param) for p in params]  # their Parameters know them weakly only
+        for p, accumulator in zip(params, self._accumulators, strict=True):
+            self._handles.append(accumulator.register_prehook(_BeforeAccumulate(reducer, p)))
             self._handles.append(p.param.register_post_accumulate_grad_hook(_AfterAccumulate(reducer, p)))
         if module is not None:
             self._hook_reads(module, params, gatherer)
@@ -161,7 +169,15 @@ class HookSet:
         """Take every hook off again."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._accumulators = [], []
+
+
+def _accumulator(param: nn.Parameter) -> Any:
+    """The autograd node that adds to ``p.grad``."""
+    with torch.enable_grad():
+        function = param.expand_as(param).grad_fn
+    assert function is not None, "a managed param requires grad"
+    return function.next_functions[0][0]
 
 
 def is_compiled(module: nn.Module) -> bool:

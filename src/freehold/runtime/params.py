@@ -75,6 +75,11 @@ class ManagedParam:
         """Whether ``p.grad`` is the marker as it was set."""
         return self.param.grad is self._marker and self._marker._version == self._marker_version
 
+    def unmark(self) -> None:
+        """Take the marker away, zeroed or not: autograd would add to it in place, which an expanded tensor refuses."""
+        if self.param.grad is self._marker:
+            self.param.grad = None
+
     def foreign_grad(self) -> Tensor | None:
         """``p.grad`` if the user put a tensor of his own there."""
         grad = self.param.grad

@@ -91,8 +91,7 @@ class GradientReducer:
         if self.syncing and not self._pass_open and self._passes == 0:
             self._open_pass()
         p.adds = p.marked() and p.filled
-        if p.marked():
-            p.param.grad = None
+        p.unmark()
 
     def after_accumulate(self, p: ManagedParam) -> None:
         """``p.grad`` holds a gradient: move it into the bucket, and launch what is complete."""

@@ -240,6 +240,9 @@ def _known_kinds(module: nn.Module | None, named: list[NamedParam]) -> dict[int,
         shape = tuple(item.param.shape)
         if id(item.param) in reasons:
             kinds[id(item.param)] = (shape, "elementwise", reasons[id(item.param)])
+        elif item.name.rpartition(".")[2].endswith("bias"):
+            # Mixture-of-experts models stack the biases of their experts in one (E, n): still vectors, and no matrix.
+            kinds[id(item.param)] = (shape, "elementwise", "bias")
         elif id(item.param) in convolutions:
             kinds[id(item.param)] = ((shape[0], item.param.numel() // shape[0]), "matrix", "convolution")
         else:

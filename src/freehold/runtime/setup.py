@@ -75,10 +75,13 @@ def resolve_group(process_group: object) -> dist.ProcessGroup | None:
                 "would train alone. Call torch.distributed.init_process_group(...) first"
             )
         return None
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(process_group) < 0:  # type: ignore[arg-type]
-        raise LifecycleError("this rank is not in process_group; make the optimizer on the group's members only")
+    outside = "this rank is not in process_group; make the optimizer on the group's members only"
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise LifecycleError(outside)
     if not isinstance(process_group, dist.ProcessGroup):
         raise PlanTypeError(f"process_group must be a ProcessGroup or None, got {type(process_group).__name__}")
+    if dist.get_rank(process_group) < 0:
+        raise LifecycleError(outside)
     return process_group
 
 

@@ -22,8 +22,17 @@ __all__ = ["PackedPolicy"]
 _DEALT_ITEMS = 8_000
 """Plans are dealt and compared until about this many params have been dealt, at least one plan."""
 
+_MANY_ITEMS = 10_000
+"""With more params one effort that comes within the tolerance of the bound is enough."""
+
+_RUNGS_FOR_CHOICE = 3
+"""Efforts after which the search stops when it has met the bound."""
+
 _MOST_DEALT = 10
 """Plans that are dealt and compared."""
+
+_WORK_PER_PARAM = 2_500
+"""Work of the search for a small problem, if ``effort`` allows more."""
 
 _LEAST_EXPOSED = 3
 """So many of them for little exposure alone, whatever their makespan is estimated to be."""
@@ -47,7 +56,8 @@ class PackedPolicy:
         exposed_weight: Worth of exposed communication against padding: 0.1 means that 1% of the model less to send
             after backward is worth 0.1% of padding, or of makespan. 0 ignores exposure.
         padding_tolerance: Plans within this part of the model from the least padding compete on makespan and exposure.
-        effort: Work that the search may do, in steps of a few microseconds. Never seconds, which differ between ranks.
+        effort: Work that the search may do, in steps of about a microsecond (small problems need less). Never seconds,
+            for those differ between ranks.
 
     Raises:
         PlanError: A knob out of range.
@@ -64,7 +74,7 @@ class PackedPolicy:
     max_growth: float = 2.2
     exposed_weight: float = 0.1
     padding_tolerance: float = 0.0025
-    effort: int = 500_000
+    effort: int = 800_000
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_growth < math.inf:
@@ -96,14 +106,18 @@ class PackedPolicy:
         return stock.total * numerator // (denominator * stock.num_ranks)
 
     def _search(self, problem: Problem, stock: Stock) -> Plans:
-        """Plans by kinds. The second effort runs even if the first one met the bound: it finds less exposed ones."""
+        """Plans by kinds. Efforts go on after one met the bound: they find plans with less exposure and makespan."""
         plans = Plans(stock, slack=self._slack(stock))
         beam = Beam(stock, plans)
+        work = min(self.effort, _WORK_PER_PARAM * len(problem.items))
+        many = len(problem.items) > _MANY_ITEMS
         for rung, effort in enumerate(EFFORTS):
             before = beam.work
-            beam.run(effort, self.effort)
-            if 2 * beam.work - before > self.effort or (rung and plans.best <= stock.bound):
-                break  # the next one would likely do as much again
+            beam.run(effort, work)
+            is_exhausted = 2 * beam.work - before > work  # the next one would likely do as much again
+            is_met = plans.best <= stock.bound + (self._slack(stock) if many else 0)
+            if is_exhausted or (is_met and (many or rung >= _RUNGS_FOR_CHOICE - 1)):
+                break
         return plans
 
     def _dealt(

@@ -45,8 +45,8 @@ class Effort:
 
 EFFORTS = (
     Effort(width=2, num_heads=3, num_heights=4, modes=(BIG_FIRST, PROPORTIONAL), percent=25),
-    Effort(width=4, num_heads=8, num_heights=8, modes=(BIG_FIRST, PROPORTIONAL), percent=25),
     Effort(width=2, num_heads=4, num_heights=16, modes=(PROPORTIONAL,), percent=25),
+    Effort(width=4, num_heads=8, num_heights=8, modes=(BIG_FIRST, PROPORTIONAL), percent=25),
     Effort(width=2, num_heads=4, num_heights=16, modes=(SMALL_FIRST,), percent=25),
 )
 """Tried in order until the policy's limit is reached. Plans of different efforts differ in exposure and makespan."""
@@ -192,6 +192,7 @@ class Beam:
             return None
         if recipe.shard_numel > stock.most_shard_numel:
             return None
+        self._book.filler.work += 3 * len(state.packed)
         size = state.size + stock.size_of(recipe.taken)
         height = state.height + recipe.shard_numel
         packed = tuple([p + t for p, t in zip(state.packed, recipe.taken, strict=True)])

@@ -15,6 +15,9 @@ __all__ = ["RecipeBook"]
 _MAX_HEIGHT_BITS = 1 << 18
 """Heights are read from a bit set of at most this many bits."""
 
+_MAX_RUN_UNITS = 4
+"""Granules of stacks whose multiples are tried as heights."""
+
 _MAX_RUN_HEIGHTS = 256
 """Heights for stacks that are looked at before the best ones are tried."""
 
@@ -70,6 +73,7 @@ class RecipeBook:
         key = (counts, height, mode)
         found = self._recipes.get(key)
         if found is None:
+            self.filler.work += 2 * len(counts)
             found = self._recipes[key] = tuple(self._make(counts, height, mode))
         return found
 
@@ -92,12 +96,17 @@ class RecipeBook:
         return self.filler.sums(counts, last)[0] >> first, first
 
     def _run_units(self, counts: Counts) -> list[int]:
-        """Shards may cross stacks of many granules only at multiples of these."""
+        """Shards may cross stacks of many granules only at multiples of these: of what there is most of, and of all."""
         stock = self._stock
-        granules = [stock.kinds[i].granule for i in self._stack_kinds if counts[i]]
-        if not granules:
+        totals: dict[int, int] = {}
+        for i in self._stack_kinds:
+            if counts[i]:
+                kind = stock.kinds[i]
+                totals[kind.granule] = totals.get(kind.granule, 0) + counts[i] * kind.size
+        if not totals:
             return []
-        units = {math.lcm(g, stock.shard_unit) for g in granules}
+        granules = sorted(totals, key=lambda granule: (-totals[granule], granule))
+        units = {math.lcm(granule, stock.shard_unit) for granule in granules[:_MAX_RUN_UNITS]}
         units.add(math.lcm(*granules, stock.shard_unit))
         return sorted(units)
 
@@ -115,8 +124,9 @@ class RecipeBook:
             return
         loose = self._loose(counts)
         sums = StackSums(stock, counts, run_kinds, stock.num_ranks * height)
+        choices = sums.choices(stock.num_ranks * height)
         self.filler.work += sums.filler.work
-        for choice in sums.choices(stock.num_ranks * height):
+        for choice in choices:
             stacks = [i for i in run_kinds for _ in range(choice[i])]
             recipe = stacks_recipe(stock, self.filler, loose, stacks=stacks, height=height, mode=mode)
             if recipe is not None:

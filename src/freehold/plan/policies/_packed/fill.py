@@ -62,7 +62,7 @@ class Filler:
         if found is None:
             found = self._compute_sums(useful, capacity)
             words = len(useful) * (1 + capacity // 64)
-            self.work += words // 16 + 2 * len(useful)
+            self.work += words // 16 + 3 * len(useful)
             self._words += words
             if self._words > _CACHE_WORDS:
                 self._sums.clear()
@@ -88,6 +88,7 @@ class Filler:
 
     def choose(self, counts: Counts, room: int, mode: int, shares: Counts) -> Counts:
         """One choice of params that weighs as much as possible up to ``room``."""
+        self.work += len(counts)
         useful = tuple([min(c, room // w) for c, w in zip(counts, self._weights, strict=True)])
         return self._choose(useful, room, mode, shares)[0]
 
@@ -95,7 +96,7 @@ class Filler:
         """A choice and its weight. ``useful`` counts are at most what fits alone."""
         sums = self._useful_sums(useful, capacity)
         top = room = sums[0].bit_length() - 1
-        self.work += len(useful) * (1 + capacity // 4096)
+        self.work += len(useful) * (2 + capacity // 4096)
         chosen = [0] * len(useful)
         for i, weight in enumerate(self._weights):
             if not room:
@@ -124,6 +125,7 @@ class Filler:
         nothing = (0,) * len(left)
         rows: list[Row] = []
         highest = 0
+        self.work += len(left) // 2
         while num_bins:
             shares = nothing
             if mode == PROPORTIONAL:
@@ -132,6 +134,7 @@ class Filler:
             pattern, top = self._one_bin(tuple(map(min, left, limits)), capacity, mode, shares)
             if not top:
                 break
+            self.work += len(left)
             repeats = min([num_bins, *[left[i] // p for i, p in enumerate(pattern) if p]])
             if mode == PROPORTIONAL:
                 repeats = min(repeats, -(-num_bins // 2))

@@ -130,7 +130,7 @@ def stacks_recipe(
     if laid is None:
         return None
     runs, gaps, num_run_shards = laid
-    filler.work += 4 * len(stacks)
+    filler.work += 4 * len(stacks) + len(loose)
     left = loose
     pockets: list[Pocket] = []
     for address, numel in sorted(gaps, key=lambda gap: (gap[1], gap[0])):
