@@ -18,8 +18,8 @@ from freehold.runtime.comm import Comm, Pending
 class LateComm(Comm):
     """Wraps a transport: results appear in ``wait()`` and at no other time.
 
-    What is to be reduced is read in ``wait()`` as well, after freed memory was filled with NaN: a buffer that nobody keeps,
-    or that somebody writes while it is in flight, gives wrong numbers every time.
+    What is to be reduced is read in ``wait()`` as well, after freed memory was filled with NaN: a buffer that nobody
+    keeps, or that somebody writes while it is in flight, gives wrong numbers every time.
     """
 
     def __init__(self, inner: Comm) -> None:

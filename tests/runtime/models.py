@@ -21,6 +21,17 @@ def mlp() -> nn.Sequential:
     )
 
 
+def chain(num_layers: int = 6, width: int = 16) -> nn.Sequential:
+    """Layers in a row, every other one with a bias."""
+    torch.manual_seed(11)
+    return nn.Sequential(*(nn.Linear(width, width, bias=i % 2 == 0) for i in range(num_layers)))
+
+
+def chain_inputs(rank: int, width: int = 16) -> Tensor:
+    """What goes into a ``chain``, different on every rank."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(30 + rank))
+
+
 class Block(nn.Module):
     """A pre-norm transformer block."""
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import models
 from freehold import AdamW, LayerwiseOptimizer, Muon
 
 
@@ -76,7 +76,10 @@ class DDPReference:
 
 
 class MasterReference:
-    """One process that plays all ranks: low-precision model, gradients summed in rank order, masters in torch's optimizers."""
+    """One process that plays all ranks.
+
+    The model is in low precision, gradients are summed in rank order, and torch's optimizers hold fp32 masters.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe, num_ranks: int, reduce_dtype: torch.dtype) -> None:
         self.model = copy.deepcopy(model)

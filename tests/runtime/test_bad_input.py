@@ -115,7 +115,7 @@ def test_bad_input_is_a_clear_error_of_the_right_type(name: str) -> None:
         make(model)
     assert isinstance(caught.value, (ValueError, TypeError, RuntimeError))
     assert text in str(caught.value)
-    assert not model[0].weight._backward_hooks
+    assert not model[0].weight._post_accumulate_grad_hooks
     wrap(_net()).close()
 
 
@@ -129,7 +129,7 @@ def _refused_everywhere(names: list[str], bad_ranks: tuple[int, ...]) -> list[tu
         told = all(f"rank {r}" in errors[0][1] for r in bad_ranks) if errors[0] else False
         if len(set(errors)) != 1 or (len(bad_ranks) == 1 and not told):
             faults.append((name, *map(str, errors)))
-        hooked = [p for p in model.parameters() if p._backward_hooks]
+        hooked = [p for p in model.parameters() if p._post_accumulate_grad_hooks]
         assert not hooked, name
     opt = wrap(_net())  # the group still works
     assert_ranks_agree(nn.ModuleList([nn.ParameterList(p.param for p in opt._params)]))

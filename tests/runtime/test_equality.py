@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
-
-import models
-from freehold import LayerwiseOptimizer
 from ranks import run_ranks
 from reference import (
     DDPReference,
@@ -23,6 +21,8 @@ from reference import (
     assert_equal_ranks,
     full_grads,
 )
+
+from freehold import LayerwiseOptimizer
 
 NUM_STEPS = 20
 
@@ -41,10 +41,11 @@ class Setting:
         num_steps: Optimizer steps.
         dtype: Of the params.
         reduce_dtype: Of the reduction.
+        by_name: Give freehold ``model.named_parameters()`` instead of the model.
     """
 
     model: str = "mlp"
-    recipe: Recipe = Recipe()
+    recipe: Recipe = field(default_factory=Recipe)
     window: int = 1
     max_norm: float | None = None
     bucket_numel: int | str | None = 1500
@@ -52,6 +53,7 @@ class Setting:
     num_steps: int = NUM_STEPS
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
+    by_name: bool = False
 
     def __str__(self) -> str:
         r = self.recipe
@@ -64,7 +66,11 @@ class Setting:
 
 def _optimizer(model: torch.nn.Module, s: Setting) -> LayerwiseOptimizer:
     return LayerwiseOptimizer(
-        model, **s.recipe.rules(), bucket_numel=s.bucket_numel, policy=s.policy, reduce_dtype=s.reduce_dtype
+        model.named_parameters() if s.by_name else model,
+        **s.recipe.rules(),
+        bucket_numel=s.bucket_numel,
+        policy=s.policy,
+        reduce_dtype=s.reduce_dtype,
     )
 
 
@@ -109,7 +115,7 @@ RECIPES = [
 MODELS = ("mlp", "gpt", "gpt_tied")
 
 
-# The MLP in every combination; of the GPTs' enough that each option meets each other one, the rest among the slow tests.
+# The MLP in every combination; of the GPTs' enough that each option meets each other one, the rest is slow.
 QUICK_OF_GPT = {(0.0, True, 1), (0.1, False, 1), (0.1, True, 3), (0.0, False, 3)}
 
 
@@ -120,7 +126,7 @@ def _combinations() -> Iterator[Any]:
         yield pytest.param(s, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("s", _combinations(), ids=str)
+@pytest.mark.parametrize("s", list(_combinations()), ids=str)
 def test_two_ranks_have_the_bits_of_ddp(s: Setting) -> None:
     num_buckets = run_ranks(2, _against_ddp, s)
     assert min(num_buckets) >= (2 if s.model == "mlp" else 4), "too few buckets to test anything between them"
@@ -149,12 +155,18 @@ def test_two_ranks_have_the_bits_of_ddp_with_clipping(s: Setting) -> None:
             ("mlp", None, "threshold"),
             ("mlp", 1, "ns_cost"),
             ("gpt_tied", "default", "absorb"),
+            ("gpt", 3000, "packed"),
         )
     ],
     ids=str,
 )
 def test_no_layout_changes_a_bit(s: Setting) -> None:
     run_ranks(2, _against_ddp, s)
+
+
+def test_named_params_have_the_bits_of_ddp() -> None:
+    """No module, so nothing to hook: step() itself finishes the gathers."""
+    run_ranks(2, _against_ddp, Setting(model="mlp", by_name=True, num_steps=6, window=2))
 
 
 def test_float64_has_the_bits_of_ddp() -> None:

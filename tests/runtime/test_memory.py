@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 
-import models
 from freehold import AdamW, LayerwiseOptimizer, Muon
 from freehold.runtime import MemoryReport, predict_memory
 from freehold.runtime.comm import LocalComm
-from ranks import run_ranks
 
 STATE_FIELDS = {"whole": 1, "flat": 2}
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
@@ -102,7 +102,7 @@ def test_all_ranks_together_hold_the_state_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wrapping_never_holds_the_weights_twice(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at whenever a bucket has just been packed: its params' old memory is free, the next bucket's not yet taken."""
+    """Looked at when a bucket has just been packed: its params' old memory is free, the next bucket's not yet taken."""
     before = _live_bytes()
     model = _model(dtype)
     param_bytes = _live_bytes() - before

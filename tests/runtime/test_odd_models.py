@@ -151,10 +151,8 @@ def _fuzz(seed: int) -> None:
             if own.random() < 0.3:
                 with torch.no_grad():
                     model(x, (1, 2))
+        found = reduced(opt)  # before any collective of ours: a rank may stand in its backward until all have come here
         mean = mean_over_ranks({n: p.grad for n, p in reference.named_parameters()})
-        if shared.random() < 0.5:
-            opt.clip_grad_norm_(3e38)
-        found = reduced(opt)
         for name, p in reference.named_parameters():
             grad = mean[name]
             p.grad = None
@@ -252,7 +250,7 @@ def _outputs(kinds: list[str]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert_same(weights(model), weights(plain), kind)
-        assert len(model.a.weight._backward_hooks) == 1, kind  # nothing piles up
+        assert not model.a.weight._backward_hooks, kind  # nothing piles up
         opt.close()
         off.close()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
+from reference import DDPReference, Recipe, assert_equal_params, assert_equal_ranks
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -16,11 +19,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-import models
 from freehold import AdamW, Group, LayerwiseOptimizer, Muon
 from freehold.errors import ConsistencyError
-from ranks import run_ranks
-from reference import DDPReference, Recipe, assert_equal_params, assert_equal_ranks
 
 # How a user writes it: no decay for norms and biases, an embedding at a learning rate of its own.
 GROUPS = (

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-import models
-from freehold import LayerwiseOptimizer
 from ranks import run_ranks
 from reference import DDPReference, Recipe, assert_equal_params, assert_equal_ranks
+from torch import Tensor, nn
+
+from freehold import LayerwiseOptimizer
 
 RECIPE = Recipe()
 
@@ -23,7 +23,7 @@ class Stacks(nn.Module):
 
 
 def _stack_against_slices(shapes: tuple[tuple[int, int, int], ...], bucket_numel: int | None) -> None:
-    """Gradients are given, so that both sides see the same bits; one slice of each stack gets zeros every other step."""
+    """Gradients are given, so both sides see the same bits; one slice of each stack gets zeros every other step."""
     model = Stacks(shapes)
     slices = [[nn.Parameter(matrix.clone()) for matrix in stack.detach()] for stack in model.stacks]
     muon = torch.optim.Muon(

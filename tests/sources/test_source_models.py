@@ -127,6 +127,7 @@ FAMILIES: dict[str, Mapping[str, object]] = {
     "tied": {"model_type": "llama", "tie_word_embeddings": True},
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96},
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"]},
+    "gpt_oss": {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "bert": {"architectures": ["BertForMaskedLM"]},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 64, "d_ff": 128, "num_layers": 2, "d_kv": 16},

@@ -1,11 +1,12 @@
 """Lower bounds: what no layout of a problem can beat, and which param is to blame.
 
 Both bounds argue about one rank at a time. Put the shards that a rank owns in all buckets on top of each other: the
-pile is as tall as the sum of the buckets' shard sizes, the same for every rank, and it holds whole granules only. So the
-sum of shard sizes is at least the height that one single bucket with ``num_ranks`` bins would need. How many buckets
-there are, where they are cut and in which order they become ready does not matter: ``bucket_numel`` is a minimum and
-never forces a second bucket, hence a bound of the pile holds for every ``bucket_numel``, and it is tight for ``None``.
-Isolated params are the exception, for each of them costs a bucket of its own, whose size is known exactly.
+pile is as tall as the sum of the buckets' shard sizes, the same for every rank, and it holds whole granules only. So
+the sum of shard sizes is at least the height that one single bucket with ``num_ranks`` bins would need. How many
+buckets there are, where they are cut and in which order they become ready does not matter: ``bucket_numel`` is a
+minimum and never forces a second bucket. So a bound of the pile holds for every ``bucket_numel``; it binds where
+``None`` or a large value leaves one bucket. Isolated params are the exception: each costs a bucket of its own, whose
+size is known exactly.
 """
 
 from __future__ import annotations
@@ -219,12 +220,15 @@ def buffer_bound(problem: Problem, *, with_patterns: bool = True) -> BufferBound
     - ``pigeonhole``: the sum of the k+1 smallest among the k x N + 1 largest granules, because some pile holds k+1 of
       those, for every k;
     - ``floor``: a x ceil(sum of floor(w / a) / N) over all granule sizes w, for every a: a pile of height S is worth
-      floor(S / a) pieces of size a, and holds no more than it is worth.
+      floor(S / a) pieces of size a, and holds no more than it is worth;
+    - ``pattern``: the least height at which a linear program over the ways to fill a pile does not prove that N piles
+      are too few (see ``freehold.plan.pattern_bound``).
 
     All are rounded up to the unit of a shard. A granule of a stack counts with its own size, without alignment.
 
     Args:
         problem: Params of one dtype, in backward order.
+        with_patterns: Also solve the linear program of ``pattern_bound``, where it is small.
 
     Returns:
         The strongest of them, with its cause.
@@ -274,10 +278,9 @@ def _buffer_terms(shared: Sequence[Item], problem: Problem, with_patterns: bool)
         BoundTerm(reason="unit", value=align_up(granule_mean, common), item=smallest),
     ]
     terms += [t for t in (_pigeonhole(granules, num_ranks), _floor(granules, num_ranks)) if t is not None]
-    low = align_up(max(t.value for t in terms if t.reason != "total"), common) // common
     if with_patterns and len(granules) <= _MAX_PATTERN_SIZES:
-        sizes, counts = [g.value // common for g in granules], [g.count for g in granules]
-        height = pattern_bound(sizes, counts, num_ranks, low)
+        low = align_up(max(t.value for t in terms if t.reason != "total"), common) // common
+        height = pattern_bound([g.value // common for g in granules], [g.count for g in granules], num_ranks, low)
         if height > low:
             terms.append(BoundTerm(reason="pattern", value=height * common, item=granules[0].item))
     return [

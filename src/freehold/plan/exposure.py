@@ -1,7 +1,7 @@
 """How much communication cannot hide behind the backward pass: a small model, in whole numbers.
 
-One channel sends buckets one at a time in the order in which they become ready. Backward takes time in proportion to the
-elements whose gradients it produces, and sending takes time in proportion to the elements that are sent, padding
+One channel sends buckets one at a time in the order in which they become ready. Backward takes time in proportion to
+the elements whose gradients it produces, and sending takes time in proportion to the elements that are sent, padding
 included (see ``BACKWARD_PER_SEND``). What is still being sent when backward
 ends is *exposed*. Times are counted in the time that it takes to send one element.
 """

@@ -24,6 +24,9 @@ _MAX_PIVOTS = 120
 _MAX_CELLS = 1 << 21
 """Cells of all knapsack tables together; a table has one per kind and unit of height."""
 
+_MAX_TABLE_CELLS = 1 << 17
+"""Cells of one table."""
+
 
 def pattern_bound(sizes: Sequence[int], counts: Sequence[int], num_bins: int, low: int) -> int:
     """Least height, from ``low`` up, at which the program does not prove that ``num_bins`` bins are too few.
@@ -47,7 +50,7 @@ def pattern_bound(sizes: Sequence[int], counts: Sequence[int], num_bins: int, lo
     cells = 0
     while True:
         cost = len(sizes) * (height + 1)
-        if cells + 8 * cost > _MAX_CELLS:
+        if cost > _MAX_TABLE_CELLS or cells > _MAX_CELLS:
             return height
         proved, pivots = _proved_too_low(sizes, counts, num_bins, height)
         cells += pivots * cost

@@ -24,8 +24,8 @@ from freehold.runtime.gatherer import WeightGatherer
 
 __all__ = ["StaleReadGuard"]
 
-# What looks at a Parameter but not at its values. Above all p.grad: zero_grad() right after step() sets it on every param, and
-# would else wait for every gather.
+# What looks at a Parameter but not at its values. Above all p.grad: zero_grad() right after step() sets it on every
+# param, and would else wait for every gather.
 _READS_NO_VALUES = frozenset(
     getattr(getattr(Tensor, name), access)
     for name in (

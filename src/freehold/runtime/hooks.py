@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from freehold.runtime.gatherer import WeightGatherer
 from freehold.runtime.guard import StaleReadGuard
@@ -25,8 +26,8 @@ __all__ = ["HookSet", "is_compiled"]
 class _CopySafeHook:
     """A module hook that acts for the one module it was made for, and is inert in copies and pickles.
 
-    Dynamo must not look into ``__call__``: it would take what it sees while tracing for what is always so. A model that is
-    compiled after wrapping is therefore cut into graphs at the modules that own params.
+    Dynamo must not look into ``__call__``: it would take what it sees while tracing for what is always so. A model that
+    is compiled after wrapping is therefore cut into graphs at the modules that own params.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,7 +56,7 @@ class _WaitForWeights(_CopySafeHook):
         self._gatherer = weakref.ref(gatherer)
         self._buckets = buckets
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         gatherer = self._gatherer()
         if gatherer is not None and gatherer.busy and self.serves(module):
@@ -69,7 +70,7 @@ class _WaitForAll(_CopySafeHook):
         super().__init__(module)
         self._gatherer = weakref.ref(gatherer)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def __call__(self, module: nn.Module, *args: Any) -> None:
         gatherer = self._gatherer()
         if gatherer is not None and self.serves(module):
@@ -84,7 +85,7 @@ class _AfterForward(_CopySafeHook):
         self._reducer = weakref.ref(reducer)
         self._guard = weakref.ref(guard)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         guard = self._guard()
         if guard is not None and self.serves(module):
@@ -107,7 +108,7 @@ class _BackwardBegins:
 
 
 class _BeforeAccumulate:
-    """Pre-hook of the node that adds to ``p.grad``. A tensor hook would also see ``autograd.grad``, which adds nothing."""
+    """Pre-hook of the node that adds to ``p.grad``. A tensor hook would see ``autograd.grad``, which adds nothing."""
 
     def __init__(self, reducer: GradientReducer, param: ManagedParam) -> None:
         self._reducer = weakref.ref(reducer)

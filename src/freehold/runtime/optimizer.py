@@ -131,6 +131,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         module = self._blueprint.module
         self.layout: Layout = self._blueprint.layout
         self.num_skipped_steps = 0
+        self._update_error: Exception | None = None
         self._params = params
         self._group_kinds = tuple(group["rule"] for group in self.param_groups)
         self._frozen = self._blueprint.frozen
@@ -180,6 +181,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             return value
         self._update(settled)
         self._reducer.end_window()
+        if self._update_error is not None:
+            self._gatherer.wait_all()
+            raise self._update_error
         if not self._overlaps:
             self._gatherer.wait_all()
         elif self._gatherer.busy:
@@ -275,6 +279,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     # ---- one step, in parts ------------------------------------------------------------------------------------------
 
     def _settle(self, operation: str, error: Exception | None) -> Settled:
+        if error is None and self._update_error is not None:
+            error = LifecycleError(
+                f"the update of an earlier step failed half-way ({self._update_error}); start again from a checkpoint"
+            )
         if error is None:
             try:
                 check_param_groups(self.param_groups, self._group_kinds, self._options.rules)
@@ -306,7 +314,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 refresh_masters(bucket, self._by_name, written)
             indices = {p.index for p in bucket.params}
             if indices & used:
-                update_bucket(bucket, self._by_name, used, self.param_groups, self._options.rules)
+                try:
+                    update_bucket(bucket, self._by_name, used, self.param_groups, self._options.rules)
+                except Exception as error:  # the peers wait for this bucket's weights: send them, then raise
+                    self._update_error = self._update_error or error
             if indices & (used | written):
                 self._gatherer.launch(bucket)
         for index in used:

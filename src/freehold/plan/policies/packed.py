@@ -31,7 +31,7 @@ _RUNGS_FOR_CHOICE = 3
 _MOST_DEALT = 10
 """Plans that are dealt and compared."""
 
-_WORK_PER_PARAM = 2_500
+_WORK_PER_PARAM = 4_000
 """Work of the search for a small problem, if ``effort`` allows more."""
 
 _LEAST_EXPOSED = 3
@@ -46,9 +46,9 @@ class PackedPolicy:
     """Few buffer elements first, then even cost, then little exposed communication. A policy: call it with a problem.
 
     A bucket need not hold what arrives together: a param may wait for a later bucket, so that each bucket takes what
-    fills whole shards. Buckets are sought by a beam over counts of equal-sized params, with bins filled by exact subset sums;
-    stacks run through the shards, cut between granules only; bins are dealt to ranks by accumulated cost. The result is
-    never larger than that of ``threshold``, ``absorb`` and ``ns_cost``, for the best of all is kept.
+    fills whole shards. Buckets are sought by a beam over counts of equal-sized params, with bins filled by exact subset
+    sums; stacks run through the shards, cut between granules only; bins are dealt to ranks by accumulated cost. The
+    result is never larger than that of ``threshold``, ``absorb`` and ``ns_cost``, for the best of all is kept.
 
     Attributes:
         max_growth: Largest bucket, as a multiple of max(bucket_numel, num_ranks x largest granule), or of the largest
@@ -64,7 +64,8 @@ class PackedPolicy:
 
     Example:
         >>> from freehold.plan import ParamSpec, plan
-        >>> params = [ParamSpec(name=f"w{i}", shape=(n // 64, 64)) for i, n in enumerate((192, 128, 128, 256, 192, 192))]
+        >>> sizes = (192, 128, 128, 256, 192, 192)
+        >>> params = [ParamSpec(name=f"w{i}", shape=(n // 64, 64)) for i, n in enumerate(sizes)]
         >>> plan(params, num_ranks=2, bucket_numel=448, policy="absorb").numel
         1408
         >>> plan(params, num_ranks=2, bucket_numel=448, policy=PackedPolicy()).numel
@@ -74,7 +75,7 @@ class PackedPolicy:
     max_growth: float = 2.2
     exposed_weight: float = 0.1
     padding_tolerance: float = 0.0025
-    effort: int = 800_000
+    effort: int = 1_000_000
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_growth < math.inf:

@@ -2,8 +2,8 @@
 
 A state is what has been packed so far. Its buckets took from what was on hand, that is from all params up to some
 position in backward order that were not packed yet; the rest waits (invariant 7 of a layout). States are ranked by
-the least height that a plan through them can still have, *not* by the padding that they have so far: padding that cannot be
-avoided in the end is no fault of the state that has it already.
+the least height that a plan through them can still have, *not* by the padding that they have so far: padding that
+cannot be avoided in the end is no fault of the state that has it already.
 
 The effort is counted in work of the filler, never in seconds: every rank must come to the same plan.
 """
@@ -54,6 +54,9 @@ EFFORTS = (
 _HURRY = Effort(width=1, num_heads=1, num_heights=2, modes=(BIG_FIRST,), percent=0)
 """What is left of an effort once it is behind its schedule."""
 
+_PATIENCE = 30
+"""An effort that needs so many times its work is given up: hundreds of kinds in hundreds of buckets."""
+
 _BANDS_PER_BUCKET = 4
 """Bands of packed size in the largest bucket allowed; wider than a small bucket, so that bucket_numel=1 stays cheap."""
 
@@ -97,8 +100,8 @@ class Beam:
 
         Args:
             effort: How hard.
-            total_work: Work of the filler for all efforts; beyond its part, an effort hurries. Its part is spread evenly
-                over the params, so that the last buckets, which decide about the padding, get theirs.
+            total_work: Work of the filler for all efforts; beyond its part, an effort hurries. Its part is spread
+                evenly over the params, so that the last buckets, which decide about the padding, get theirs.
         """
         work = total_work * effort.percent // 100
         began = self.work
@@ -106,6 +109,8 @@ class Beam:
         start = _State(packed=(0,) * len(counts), size=0, height=0, least=stock.bound, head=0, recipes=())
         bands: dict[int, dict[Counts, _State]] = {0: {start.packed: start}}
         while bands:
+            if self.work - began > _PATIENCE * work:
+                return
             states = bands.pop(min(bands))
             least_size = min(state.size for state in states.values())
             late = (self.work - began) * stock.total > work * (least_size + self._largest_bucket)
@@ -224,10 +229,8 @@ class Beam:
             for first in self._firsts(rest, height):
                 if stock.least_numel_of(first.taken) < stock.least_bucket_numel:
                     continue
-                if (
-                    stock.num_ranks * first.shard_numel - stock.size_of(first.taken)
-                    > stock.num_ranks * target - rest_size
-                ):
+                waste = stock.num_ranks * first.shard_numel - stock.size_of(first.taken)
+                if waste > stock.num_ranks * target - rest_size:
                     continue
                 left = tuple([c - t for c, t in zip(rest, first.taken, strict=True)])
                 second = self._all_in(left, target - first.shard_numel)

@@ -15,6 +15,9 @@ __all__ = ["RecipeBook"]
 _MAX_HEIGHT_BITS = 1 << 18
 """Heights are read from a bit set of at most this many bits."""
 
+_LOOSE_PARTS = 4
+"""A stack of which this many fit into a shard is packed whole, like a matrix."""
+
 _MAX_RUN_UNITS = 4
 """Granules of stacks whose multiples are tried as heights."""
 
@@ -45,7 +48,7 @@ class RecipeBook:
         heights at which stacks can be cut.
         """
         stock = self._stock
-        rows = tuple(-(-c // stock.num_ranks) for c in self._loose(counts))
+        rows = tuple(-(-c // stock.num_ranks) for c in self._loose(counts, high))
         chosen = {align_up(s, stock.shard_unit) for s in _some(self._bits(rows, low, high), most, stock.unit)}
         plenty = max(range(len(rows)), key=lambda i: rows[i] * stock.kinds[i].size)
         size = stock.kinds[plenty].size
@@ -61,7 +64,11 @@ class RecipeBook:
         if len(tries) <= most:
             return tries
         kinds = [i for i in self._stack_kinds if counts[i] and unit % self._stock.kinds[i].granule == 0]
-        sums = StackSums(self._stock, counts, kinds, self._stock.num_ranks * tries[-1])
+        loose = self._loose(counts, tries[-1])
+        kinds = [i for i in kinds if not loose[i]]
+        if not kinds:
+            return []
+        sums = StackSums(self._stock, counts, kinds, loose, self._stock.num_ranks * tries[-1])
         self.filler.work += sums.filler.work + 2 * len(tries)
         waste = {height: sums.waste(self._stock.num_ranks * height) for height in tries}
         best = sorted(tries, key=lambda height: (waste[height], height))[: 4 * most]
@@ -84,8 +91,12 @@ class RecipeBook:
             self._closings[key] = self._close(counts, least, most)
         return self._closings[key]
 
-    def _loose(self, counts: Counts) -> Counts:
-        return tuple(0 if self._stock.kinds[i].is_stack else c for i, c in enumerate(counts))
+    def _loose(self, counts: Counts, height: int) -> Counts:
+        """What goes into one shard each: matrices, and stacks small enough that it is not worth cutting them."""
+        kinds = self._stock.kinds
+        return tuple(
+            [0 if k.is_stack and k.size * _LOOSE_PARTS > height else c for c, k in zip(counts, kinds, strict=True)]
+        )
 
     def _bits(self, counts: Counts, low: int, high: int) -> tuple[int, int]:
         """Sums of sizes that ``counts`` can reach between the two, as bits, and the sum of bit 0, in units."""
@@ -119,15 +130,15 @@ class RecipeBook:
             yield bins_recipe(stock, self.filler, small, height, mode)
         if height % stock.shard_unit:
             return
-        run_kinds = [i for i in self._stack_kinds if counts[i] and can_be_cut(stock.kinds[i], height)]
-        if not run_kinds:
+        loose = self._loose(counts, height)
+        runs = [i for i in self._stack_kinds if counts[i] > loose[i] and can_be_cut(stock.kinds[i], height)]
+        if not runs:
             return
-        loose = self._loose(counts)
-        sums = StackSums(stock, counts, run_kinds, stock.num_ranks * height)
+        sums = StackSums(stock, counts, runs, loose, stock.num_ranks * height)
         choices = sums.choices(stock.num_ranks * height)
         self.filler.work += sums.filler.work
         for choice in choices:
-            stacks = [i for i in run_kinds for _ in range(choice[i])]
+            stacks = [i for i in runs for _ in range(choice[i])]
             recipe = stacks_recipe(stock, self.filler, loose, stacks=stacks, height=height, mode=mode)
             if recipe is not None:
                 yield recipe
@@ -177,17 +188,15 @@ class RecipeBook:
             start = align_up(low, unit)
             heights.update(range(start, min(most, start + 8 * unit) + 1, unit))
             heights.update(range(start, min(most, 2 * start) + 1, align_up(start // 8, unit)))
-        kinds = [i for i in self._stack_kinds if counts[i]]
-        orders = [kinds, kinds[::-1]] if len(kinds) > 1 else [kinds]
         for height in sorted(heights):
             if (recipe := self._all_in(counts, height, (BIG_FIRST,))) is not None:
                 return recipe
-            for order in orders:
+            loose = self._loose(counts, height)
+            kinds = [i for i in self._stack_kinds if counts[i] > loose[i]]
+            for order in [kinds, kinds[::-1]] if len(kinds) > 1 else [kinds]:
                 stacks = [i for i in order for _ in range(counts[i])]
                 for mode in MODES:
-                    found = stacks_recipe(
-                        stock, self.filler, self._loose(counts), stacks=stacks, height=height, mode=mode
-                    )
+                    found = stacks_recipe(stock, self.filler, loose, stacks=stacks, height=height, mode=mode)
                     if found is None:
                         break
                     if found.taken == counts:

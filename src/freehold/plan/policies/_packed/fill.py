@@ -16,7 +16,8 @@ __all__ = ["BIG_FIRST", "LARGEST_IN", "MODES", "PROPORTIONAL", "SMALL_FIRST", "B
 BIG_FIRST, SMALL_FIRST, PROPORTIONAL, LARGEST_IN = 0, 1, 2, 3
 """Which of the choices that fill a bin equally well is taken: the most of the largest kinds, the fewest of them, or as
 many of each kind as its share of the remaining bins. ``LARGEST_IN`` puts the largest param that is left into every bin
-first, and then fills up (the MBS' heuristic of Fleszar and Hindi, 2002): less full bins, but nothing awkward remains."""
+first, and then fills up (the MBS' heuristic, Fleszar and Hindi, Computers & Operations Research 29, 2002): the bins are
+less full, but nothing awkward remains."""
 
 MODES = (LARGEST_IN, BIG_FIRST, PROPORTIONAL, SMALL_FIRST)
 
@@ -42,7 +43,7 @@ class Bins:
 
 
 class Filler:
-    """Fills bins with kinds of given weights; remembers bit sets, and counts its work in steps of about a microsecond."""
+    """Fills bins with kinds of given weights; remembers bit sets, and counts its work in small equal steps."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         self._weights = tuple(weights)
@@ -135,7 +136,7 @@ class Filler:
             if not top:
                 break
             self.work += len(left)
-            repeats = min([num_bins, *[left[i] // p for i, p in enumerate(pattern) if p]])
+            repeats: int = min([num_bins, *[left[i] // p for i, p in enumerate(pattern) if p]])
             if mode == PROPORTIONAL:
                 repeats = min(repeats, -(-num_bins // 2))
             left = [c - p * repeats for c, p in zip(left, pattern, strict=True)]
@@ -160,9 +161,9 @@ class Filler:
         if largest < 0:
             return self._choose(useful, capacity, mode, shares)
         room = capacity - self._weights[largest]
-        rest = tuple(
-            [min(c - (i == largest), room // w) for i, (c, w) in enumerate(zip(useful, self._weights, strict=True))]
-        )
+        counts = list(useful)
+        counts[largest] -= 1
+        rest = tuple([min(c, room // w) for c, w in zip(counts, self._weights, strict=True)])
         pattern, top = self._choose(rest, room, mode, shares)
         return tuple([p + (i == largest) for i, p in enumerate(pattern)]), top + self._weights[largest]
 

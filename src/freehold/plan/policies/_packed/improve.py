@@ -1,8 +1,8 @@
 """Even out the cost of the ranks of a dealt plan, at the same padding.
 
-The dearest rank gives something away, to the rank for which the dearer of the two becomes least dear: a whole shard for a whole
-shard of the same bucket, params where there is room in that bucket or a later one, or a param for others that take its
-place. Sizes of shards stay as they are.
+The dearest rank gives something away, such that the dearer of the two ranks becomes least dear: a whole shard for a
+whole shard of the same bucket, a param where there is room in that bucket or a later one, or a param for others that
+take its place. Sizes of shards stay as they are.
 """
 
 from __future__ import annotations

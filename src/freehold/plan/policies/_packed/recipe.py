@@ -68,20 +68,23 @@ class StackSums:
     Args:
         stock: The stock.
         counts: What is on hand.
-        run_kinds: Kinds of stacks that may be cut at the heights in question.
+        run_kinds: Kinds of stacks to be cut.
+        loose: What else is on hand, to fill the room that stacks leave.
         largest: Elements of the largest bucket in question.
     """
 
-    def __init__(self, stock: Stock, counts: Counts, run_kinds: Sequence[int], largest: int) -> None:
+    def __init__(self, stock: Stock, counts: Counts, run_kinds: Sequence[int], loose: Counts, largest: int) -> None:
         self._stock = stock
         self._stacks = tuple(c if i in run_kinds else 0 for i, c in enumerate(counts))
-        self._loose = sum(c * k.size for c, k in zip(counts, stock.kinds, strict=True) if not k.is_stack)
+        self._loose = stock.size_of(loose)
         unit = math.gcd(*(stock.kinds[i].size for i in run_kinds))
         if largest // unit > _MAX_CHOICE_UNITS:
             unit = -(-largest // _MAX_CHOICE_UNITS)
         self._unit = unit
         # A kind that does not take part weighs more than any room, which is how the filler skips it.
-        self._weights = [-(-k.size // unit) if i in run_kinds else largest // unit + 1 for i, k in enumerate(stock.kinds)]
+        self._weights = [
+            -(-k.size // unit) if i in run_kinds else largest // unit + 1 for i, k in enumerate(stock.kinds)
+        ]
         self.filler = Filler(self._weights)
         self._sums = self.filler.sums(self._stacks, largest // unit)[0]
 
@@ -121,7 +124,7 @@ def can_be_cut(kind: Kind, height: int) -> bool:
 def stacks_recipe(
     stock: Stock, filler: Filler, loose: Counts, *, stacks: Sequence[int], height: int, mode: int
 ) -> Recipe | None:
-    """Lay ``stacks`` (kinds, in this order) through shards of ``height``, then fill pockets and free shards from ``loose``.
+    """Lay ``stacks`` (kinds, in this order) through shards of ``height``, then fill what they leave from ``loose``.
 
     Returns:
         ``None`` if the stacks do not fit.

@@ -49,7 +49,7 @@ def exposed_of_plan(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale
 
 
 def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> int:
-    """Score of a plan by kinds with the makespan that dealing its bins, and then giving params away, will about reach."""
+    """Score of a plan by kinds, with the makespan that dealing and then giving params away will about reach."""
     costs = stock.mean_costs
     plenty = max(range(len(costs)), key=lambda i: (not stock.kinds[i].is_stack, costs[i] * len(stock.kinds[i].queue)))
     loads = [0] * stock.num_ranks
