@@ -44,7 +44,7 @@ class RuleError(FreeholdError, ValueError):
 
 
 class SourceError(FreeholdError, ValueError):
-    """A model source that cannot be read: a missing or damaged file, an unknown architecture, a package that is missing."""
+    """A model source that cannot be read: a damaged file, an unknown architecture, a package that is missing."""
 
 
 class ConsistencyError(FreeholdError, RuntimeError):

@@ -133,6 +133,18 @@ def a_grad_set_to_none_then_more(w: World) -> None:
     w.check(expected)
 
 
+def grads_set_to_none_between_two_reductions(w: World) -> None:
+    """One alone in its bucket and one among others."""
+    expected = w.mean(0, 1)
+    second = w.mean(1)
+    w.backward(0)
+    for name in ("2.weight", "2.bias"):
+        w.model.get_parameter(name).grad = None
+        expected[name] = second[name]
+    w.backward(1)
+    w.check(expected)
+
+
 def a_grad_set_to_none_after_its_reduction(w: World) -> None:
     expected = w.mean(0)
     del expected["2.weight"]
@@ -310,6 +322,7 @@ SCENARIOS = {
         a_grad_set_to_none_on_all_ranks,
         a_grad_set_to_none_on_one_rank,
         a_grad_set_to_none_then_more,
+        grads_set_to_none_between_two_reductions,
         a_grad_set_to_none_after_its_reduction,
         retain_graph,
         retain_graph_in_no_sync,

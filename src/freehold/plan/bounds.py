@@ -120,7 +120,7 @@ def _advice(bound: BufferBound) -> str:
     item, pile = bound.active.item, bound.active.value
     if item is None:
         return f"sizes are rounded up to shards of equal size on {bound.num_ranks} ranks. Use fewer ranks."
-    useful = max(1, (bound.real_numel + pile - 1) // pile)
+    useful = max(1, bound.real_numel // pile)
     shape = item.shape[1:] if len(item.shape) == 3 and item.granule_numel < item.numel else item.shape
     match bound.active.reason:
         case "largest":
@@ -235,14 +235,14 @@ def buffer_bound(problem: Problem, *, with_patterns: bool = True) -> BufferBound
 
     Example:
         >>> from freehold.plan.problem import Item, Problem
-        >>> sizes = [2 * 64, 64] * 232
+        >>> sizes = [2 * 4096, 4096] * 232
         >>> items = tuple(
         ...     Item(index=i, numel=n, granule_numel=n, cost=n, isolated=False, shape=(n // 64, 64))
         ...     for i, n in enumerate(sizes)
         ... )
         >>> bound = buffer_bound(
         ...     Problem(items=items, num_ranks=128, bucket_numel=None, alignment=64, shard_unit=64))
-        >>> bound.active.reason, bound.active.value // 64, bound.numel // 64
+        >>> bound.active.reason, bound.active.value // 4096, bound.numel // 4096
         ('unit', 6, 768)
     """
     num_ranks, unit = problem.num_ranks, problem.shard_unit
@@ -273,8 +273,8 @@ def _buffer_terms(shared: Sequence[Item], problem: Problem, with_patterns: bool)
     granule_mean = -(-sum(g.value * g.count for g in granules) // num_ranks)
     smallest = granules[-1].item
     terms = [
-        BoundTerm(reason="largest", value=granules[0].value, item=granules[0].item),
         BoundTerm(reason="total", value=aligned_mean),
+        BoundTerm(reason="largest", value=granules[0].value, item=granules[0].item),
         BoundTerm(reason="unit", value=align_up(granule_mean, common), item=smallest),
     ]
     terms += [t for t in (_pigeonhole(granules, num_ranks), _floor(granules, num_ranks)) if t is not None]

@@ -82,9 +82,9 @@ Policy = Callable[[Problem], tuple[PackedBucket, ...]]
 def shard_unit(num_ranks: int, alignment: int, *, high_busbw: bool) -> int:
     """Smallest step of a shard's size in elements.
 
-    A bucket is a multiple of ``lcm(num_ranks, 128)`` elements (128 for vector loads of the collective; of 2**16 too with
-    ``high_busbw``, for NCCL's bus bandwidth), so its shards are multiples of that over ``num_ranks``, and of ``alignment``.
-    The rule is the one of Megatron-LM's distributed optimizer buffers.
+    A bucket is a multiple of ``lcm(num_ranks, 128)`` elements (128 for vector loads of the collective; of 2**16 too
+    with ``high_busbw``, for NCCL's bus bandwidth), so its shards are multiples of that over ``num_ranks``, and of
+    ``alignment``. The rule is the one of Megatron-LM's distributed optimizer buffers.
 
     Example:
         >>> shard_unit(3, 64, high_busbw=False)

@@ -63,9 +63,7 @@ class ParamSpec:
                 )
             return
         if type(self.granule_numel) is not int:
-            raise PlanTypeError(
-                f"param {self.name!r}: granule_numel must be an int, got {self.granule_numel!r}"
-            )
+            raise PlanTypeError(f"param {self.name!r}: granule_numel must be an int, got {self.granule_numel!r}")
         if self.granule_numel < 1 or self.numel % self.granule_numel:
             raise PlanError(
                 f"param {self.name!r}: granule_numel={self.granule_numel} must divide its {self.numel} elements"

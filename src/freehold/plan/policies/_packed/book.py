@@ -93,10 +93,9 @@ class RecipeBook:
 
     def _loose(self, counts: Counts, height: int) -> Counts:
         """What goes into one shard each: matrices, and stacks small enough that it is not worth cutting them."""
-        kinds = self._stock.kinds
-        return tuple(
-            [0 if k.is_stack and k.size * _LOOSE_PARTS > height else c for c, k in zip(counts, kinds, strict=True)]
-        )
+        small = height // _LOOSE_PARTS
+        pairs = zip(counts, self._stock.kinds, strict=True)
+        return tuple([0 if kind.is_stack and kind.size > small else count for count, kind in pairs])
 
     def _bits(self, counts: Counts, low: int, high: int) -> tuple[int, int]:
         """Sums of sizes that ``counts`` can reach between the two, as bits, and the sum of bit 0, in units."""

@@ -121,7 +121,7 @@ class Filler:
 
     def fill(self, counts: Counts, num_bins: int, capacity: int, mode: int) -> Bins:
         """Fill up to ``num_bins`` bins of ``capacity`` units, each as full as possible; empty bins are not listed."""
-        left = list(counts)
+        left: list[int] = list(counts)
         limits = [capacity // weight for weight in self._weights]
         nothing = (0,) * len(left)
         rows: list[Row] = []

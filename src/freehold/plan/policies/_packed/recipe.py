@@ -82,9 +82,8 @@ class StackSums:
             unit = -(-largest // _MAX_CHOICE_UNITS)
         self._unit = unit
         # A kind that does not take part weighs more than any room, which is how the filler skips it.
-        self._weights = [
-            -(-k.size // unit) if i in run_kinds else largest // unit + 1 for i, k in enumerate(stock.kinds)
-        ]
+        never = largest // unit + 1
+        self._weights = [-(-k.size // unit) if i in run_kinds else never for i, k in enumerate(stock.kinds)]
         self.filler = Filler(self._weights)
         self._sums = self.filler.sums(self._stacks, largest // unit)[0]
 
