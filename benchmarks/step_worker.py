@@ -42,24 +42,30 @@ class WorkerOptions:
 
 
 def main() -> None:
-    """Build every system in this process, measure them in alternating rounds, write what was measured."""
+    """Measure, then leave the group."""
     options = _parse()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    _measure(options)
+    # Every DDP is gone by now. If one outlived the group, its C++ part would be the last to hold it, and destroy it
+    # while holding the GIL, for which gloo's worker threads may be waiting: a deadlock (pytorch issue 56297).
+    dist.destroy_process_group()
+
+
+def _measure(options: WorkerOptions) -> None:
+    """Build every system in this process, let them take turns, write what was measured."""
     before_bytes = _peak_resident_bytes()
     bench = _Bench(options)
     samples = [sample for index in range(options.rounds) for sample in bench.round(index)]
     held = {system.name: asdict(measure_held_bytes(system)) for system in bench.systems}
     of_all_ranks: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        of_all_ranks, {"held_bytes": held, "peak_growth_bytes": _peak_resident_bytes() - before_bytes}
-    )
+    growth_bytes = _peak_resident_bytes() - before_bytes
+    dist.all_gather_object(of_all_ranks, {"held_bytes": held, "peak_growth_bytes": growth_bytes})
     if dist.get_rank() == 0:
         record = {"samples": samples, "ranks": of_all_ranks, "num_params": bench.num_params}
         options.output.write_text(json.dumps(record))
     for system in bench.systems:
         system.close()
-    dist.destroy_process_group()
 
 
 class _Bench:

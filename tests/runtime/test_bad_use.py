@@ -248,14 +248,14 @@ def _raising_closure(when: str, then: str) -> None:
         loss.backward()
         if fails and when == "after":
             raise KeyError("the data loader is empty")
-        return float(loss)
+        return loss.item()
 
     errors = everywhere(error_of(lambda: opt.step(lambda: closure(rank == 1))))
     assert errors[0] == errors[1]
     assert errors[0] is not None
     assert errors[0][0] == "ConsistencyError"
     assert "rank 1: 'the data loader is empty'" in errors[0][1]
-    assert "KeyError" in errors[0][1]
+    assert "KeyError" in errors[0][1], errors
     if then == "zero_grad":
         opt.zero_grad()
     if then == "close":
