@@ -91,8 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _train_and_report(options, device)
     finally:
-        # After the last DDP is gone, as it is when _run returns: a DDP that outlives the group destroys it while holding
-        # the GIL, for which gloo's worker threads may be waiting (pytorch issue 56297).
+        # Every DDP is gone since _run returned. One that outlives the group destroys it while holding the GIL, for
+        # which gloo's worker threads may be waiting: a deadlock (pytorch issue 56297).
         dist.destroy_process_group()
 
 

@@ -124,7 +124,9 @@ class Branches(nn.Module):
     def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
         for index in used:
             x = x + torch.tanh(self.layers[index](x))
-        return self.norm(x) * self.gain if len(used) % 2 else x.square()
+        # Uneven, for the plain sum of a normalised vector is constant: its gradient would be nothing but rounding,
+        # below the norm at which Newton-Schulz deliberately departs from torch.
+        return self.norm(x) * self.gain * torch.linspace(-1.0, 1.0, 8) if len(used) % 2 else x.square()
 
 
 def _fuzz(seed: int) -> None:

@@ -21,6 +21,9 @@ _SCALE = 1 << 20
 _MAX_PIVOTS = 120
 """Pivots per height; what is proved by then counts."""
 
+_MAX_PER_BIN = 64
+"""Granules per bin on average, beyond which the mean decides and the program has nothing to add."""
+
 _MAX_CELLS = 1 << 21
 """Cells of all knapsack tables together; a table has one per kind and unit of height."""
 
@@ -38,7 +41,8 @@ def pattern_bound(sizes: Sequence[int], counts: Sequence[int], num_bins: int, lo
         low: A height known to be a lower bound, at least the largest size.
 
     Returns:
-        A lower bound on the height of ``num_bins`` bins that hold everything; ``low`` if the tables would be too large.
+        A lower bound on the height of ``num_bins`` bins that hold everything; ``low`` if the program would be too large
+        or of no use.
 
     Example:
         Sizes 28, 14, 5 and 4, 80 of each, in 128 bins: 31.9 on average, but 32 is not enough.
@@ -48,6 +52,8 @@ def pattern_bound(sizes: Sequence[int], counts: Sequence[int], num_bins: int, lo
     """
     height = low
     cells = 0
+    if sum(counts) > _MAX_PER_BIN * num_bins:
+        return low
     while True:
         cost = len(sizes) * (height + 1)
         if cost > _MAX_TABLE_CELLS or cells > _MAX_CELLS:

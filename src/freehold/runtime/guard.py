@@ -58,8 +58,7 @@ class StaleReadGuard(TorchFunctionMode):
     def install(self) -> None:
         """Watch this thread, until ``remove``."""
         if not self.installed():
-            # Without those that optimizers left behind which were dropped, not closed, with gathers in flight.
-            _restack(lambda modes: _inserted(self, [mode for mode in modes if not _is_idle(mode)]))
+            _restack(lambda modes: _inserted(self, modes))
 
     def remove(self) -> None:
         """Stop watching this thread."""
@@ -94,10 +93,6 @@ class StaleReadGuard(TorchFunctionMode):
                 self._gatherer.wait_for_param(value)
             elif isinstance(value, (list, tuple)):
                 self._wait_for(value)
-
-
-def _is_idle(mode: TorchFunctionMode) -> bool:
-    return isinstance(mode, StaleReadGuard) and not mode._gatherer.busy
 
 
 def _inserted(guard: TorchFunctionMode, modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -141,6 +142,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._reducer = GradientReducer(params, buckets, self._comm, self._log)
         self._gatherer = WeightGatherer(buckets, self._comm, self._log)
         self._guard = StaleReadGuard(self._gatherer)
+        # An optimizer that is dropped, not closed, leaves behind neither stale weights nor its guard (and buffers).
+        weakref.finalize(self, _abandon, self._gatherer, self._guard).atexit = False
         # Compiled code reads weights where neither hooks nor the guard see it.
         self._overlaps = self._options.overlap and module is not None and not is_compiled(module)
         named = [r.named for r in self._blueprint.routes]
@@ -371,6 +374,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> NoReturn:
         raise PlanTypeError("a LayerwiseOptimizer cannot be pickled: it owns hooks and a share of the group's state")
+
+
+def _abandon(gatherer: WeightGatherer, guard: StaleReadGuard) -> None:
+    gatherer.wait_all()
+    guard.remove()
 
 
 def _defaults(options: Options) -> dict[str, Any]:
