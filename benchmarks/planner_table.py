@@ -80,7 +80,8 @@ def at_least(problem: Problem, num_buckets: int) -> str:
 
 def fused_table() -> Iterator[str]:
     yield head(
-        "model", "ranks", "ns_cost (buckets)", "bound", "packed (buckets)", "at ns_cost's count or more", "largest bucket",
+        "model", "ranks", "ns_cost (buckets)", "bound", "packed (buckets)",
+        "at ns_cost's count or more", "largest bucket",
         "makespan packed / ns_cost", "exposed packed / ns_cost", "s",
     )  # fmt: skip
     worse = 0
@@ -97,7 +98,9 @@ def fused_table() -> Iterator[str]:
             yield row(
                 model, num_ranks, f"{percent(other.padding)} ({other.num_buckets})", percent(ours.bound),
                 f"{percent(ours.padding)} ({ours.num_buckets})", same_count, f"{ours.largest:.2f}",
-                f"{ours.makespan:.3f} / {other.makespan:.3f}", f"{ours.exposed:.3f} / {other.exposed:.3f}", f"{seconds:.2f}",
+                f"{ours.makespan:.3f} / {other.makespan:.3f}",
+                f"{ours.exposed:.3f} / {other.exposed:.3f}",
+                f"{seconds:.2f}",
             )  # fmt: skip
     yield f"\nMore exposed than `ns_cost` in {worse} of {len(fused_zoo()) * len(FUSED_RANKS)} rows."
 
