@@ -181,13 +181,13 @@ def _fuzz_many(seeds: list[int]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_programs_that_differ_between_ranks(num_ranks: int) -> None:
-    run_ranks(num_ranks, _fuzz_many, list(range(4)))
+    run_ranks(num_ranks, _fuzz_many, [0, 1, 2])
 
 
 @pytest.mark.slow
 def test_many_random_programs() -> None:
     for num_ranks in (2, 3, 4):
-        run_ranks(num_ranks, _fuzz_many, list(range(100, 140)), timeout_s=600)
+        run_ranks(num_ranks, _fuzz_many, list(range(100, 115)), timeout_s=200)
 
 
 @dataclasses.dataclass

@@ -47,6 +47,10 @@ class BoundTerm:
         reason: Which argument.
         value: The bound: elements of the summed shards of a rank, or cost of the dearest rank.
         item: A param that the argument rests on, ``None`` if it rests on all of them.
+
+    Example:
+        >>> BoundTerm(reason="total", value=64).item is None
+        True
     """
 
     reason: BoundReason
@@ -103,12 +107,17 @@ ranks, and all params together fill only 1 of them. Use fewer ranks or sub-group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakespanBound:
-    """The least cost that the dearest rank can have.
+    """The least cost that the dearest rank can have; made by :func:`makespan_bound`.
 
     Attributes:
         cost: The bound.
         active: The term that is the bound.
         terms: Every argument, strongest first.
+
+    Example:
+        >>> term = BoundTerm(reason="total", value=7)
+        >>> MakespanBound(cost=7, active=term, terms=(term,)).active.reason
+        'total'
     """
 
     cost: int

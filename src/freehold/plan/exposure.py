@@ -24,6 +24,10 @@ class ReadyBucket:
     Attributes:
         ready_numel: Real elements whose gradients exist once its last one exists, counted from the start of backward.
         numel: Elements to send, padding included.
+
+    Example:
+        >>> ReadyBucket(ready_numel=100, numel=128).numel
+        128
     """
 
     ready_numel: int

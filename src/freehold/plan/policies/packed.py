@@ -115,7 +115,8 @@ class PackedPolicy:
         for rung, effort in enumerate(EFFORTS):
             before = beam.work
             beam.run(effort, work)
-            is_exhausted = 2 * beam.work - before > work  # the next one would likely do as much again
+            likely = 0 if rung == 0 else beam.work - before  # the first is the coarsest; the others do about the same
+            is_exhausted = beam.work + likely > work
             is_met = plans.best <= stock.bound + (self._slack(stock) if many else 0)
             if is_exhausted or (is_met and (many or rung >= _RUNGS_FOR_CHOICE - 1)):
                 break

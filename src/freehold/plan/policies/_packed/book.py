@@ -52,7 +52,7 @@ class RecipeBook:
         chosen = {align_up(s, stock.shard_unit) for s in _some(self._bits(rows, low, high), most, stock.unit)}
         plenty = max(range(len(rows)), key=lambda i: rows[i] * stock.kinds[i].size)
         size = stock.kinds[plenty].size
-        chosen.update(_thinned(list(range(align_up(max(low, 1), size), high + 1, size)), -(-most // 2)))
+        chosen.update(_thinned(range(align_up(max(low, 1), size), high + 1, size), -(-most // 2)))
         chosen = {height for height in chosen if low <= height <= high}
         for unit in self._run_units(counts):
             chosen.update(self._run_heights(counts, unit, low, high, most))
@@ -60,7 +60,7 @@ class RecipeBook:
 
     def _run_heights(self, counts: Counts, unit: int, low: int, high: int, most: int) -> list[int]:
         """Multiples of ``unit`` at which the stacks on hand waste least."""
-        tries = _thinned(list(range(align_up(low, unit), high + 1, unit)), _MAX_RUN_HEIGHTS)
+        tries = _thinned(range(align_up(max(low, 1), unit), high + 1, unit), _MAX_RUN_HEIGHTS)
         if len(tries) <= most:
             return tries
         kinds = [i for i in self._stack_kinds if counts[i] and unit % self._stock.kinds[i].granule == 0]
@@ -221,10 +221,10 @@ def _some(sums: tuple[int, int], most: int, unit: int) -> list[int]:
     return [(first + at) * unit for at in sorted(found)]
 
 
-def _thinned(values: list[int], most: int) -> list[int]:
+def _thinned(values: Sequence[int], most: int) -> list[int]:
     """At most ``most`` of the sorted values: the two lowest, the two highest, and evenly between."""
     if len(values) <= most:
-        return values
+        return list(values)
     last = len(values) - 1
     even = {i * last // (most - 1) for i in range(most)} if most > 1 else {last}
     return [values[i] for i in sorted(even | {1, last - 1} if most > 3 else even)]

@@ -57,12 +57,12 @@ def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> in
     for recipe in plan.recipes:
         loads.sort()
         dealt = _bin_costs(recipe, costs)
-        for rank, cost in enumerate(dealt):
-            loads[rank] += cost
         rest = sum(n * c for n, c in zip(recipe.taken, costs, strict=True)) - sum(dealt)
-        if recipe.num_run_shards:  # stacks are spread evenly enough over the shards that they run through
-            for rank in range(len(loads) - recipe.num_run_shards, len(loads)):
-                loads[rank] += rest // recipe.num_run_shards
+        # Stacks fill shards evenly, and their block is put where load is least; what is left goes to the other ranks.
+        for rank in range(recipe.num_run_shards):
+            loads[rank] += rest // recipe.num_run_shards
+        for rank, cost in enumerate(dealt, start=recipe.num_run_shards):
+            loads[rank] += cost
         places += _places(stock, recipe, stock.kinds[plenty].size)
     makespan = max(_lowered(loads, places * costs[plenty]), scale.cost_bound)
     return exposed_of_plan(problem, stock, plan, scale)[0] + makespan * _PARTS // max(1, scale.cost_bound)
