@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Two CPU ranks, a small GPT on the source of Python's standard library; shows the layout, the speed and the memory.
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --picture out/layout.html
 
 test: $(STAMP)
 	$(BIN)/pytest

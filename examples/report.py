@@ -6,15 +6,17 @@ import resource
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from freehold.plan.cost import rank_costs
 from freehold.plan.layout import Layout
+from freehold.report import make_drawing, to_html
 from systems import StateBytes
 
-__all__ = ["RunResult", "layout_lines", "peak_bytes", "result_lines", "row", "say"]
+__all__ = ["RunResult", "layout_lines", "peak_bytes", "picture_lines", "result_lines", "row", "say"]
 
 _MIB = 2**20
 
@@ -69,6 +71,14 @@ def layout_lines(layout: Layout) -> list[str]:
     costs = rank_costs(layout)
     shares = " ".join(_percent(cost, max(1, sum(costs)), digits=1) for cost in costs)
     return [*lines, row("Newton-Schulz work", f"{shares} by rank")]
+
+
+def picture_lines(layout: Layout, file: Path) -> list[str]:
+    """Draw the layout into an interactive page, on rank 0, and tell where it is."""
+    if dist.get_rank() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(to_html(make_drawing([layout], title="GPT of the demo")), encoding="utf-8")
+    return [row("picture", f"{file} (open it in a browser)")]
 
 
 def result_lines(result: RunResult) -> list[str]:

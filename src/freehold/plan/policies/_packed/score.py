@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from freehold.plan.exposure import ReadyBucket, exposed_numel
+from freehold.plan.exposure import ReadyBucket, exposed_numel, waiting_numel
 from freehold.plan.policies._packed.plans import KindPlan
 from freehold.plan.policies._packed.recipe import Recipe
 from freehold.plan.policies._packed.snake import granules_by_rank
@@ -38,17 +38,18 @@ class Scale:
         return (padded_numel + weighted) * _PARTS // self.real_numel
 
 
-def exposed_of_plan(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> tuple[int, int]:
-    """Score of a plan by kinds before it is dealt: padding and exposure; then the number of buckets."""
+def exposed_of_plan(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> tuple[int, int, int]:
+    """Score of a plan by kinds before it is dealt: padding and exposure; then the step; then the number of buckets."""
     ready = [
         ReadyBucket(ready_numel=scale.heads[at + 1], numel=recipe.shard_numel * stock.num_ranks)
         for at, recipe in zip(plan.ready, plan.recipes, strict=True)
     ]
     exposed = exposed_numel(ready, scale.real_numel)
-    return scale.total(plan.height * problem.num_ranks, exposed), len(ready)
+    score = scale.total(plan.height * problem.num_ranks, exposed)
+    return score, waiting_numel(ready, scale.real_numel), len(ready)
 
 
-def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> int:
+def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> tuple[int, int]:
     """Score of a plan by kinds, with the makespan that dealing and then giving params away will about reach."""
     costs = stock.mean_costs
     plenty = max(range(len(costs)), key=lambda i: (not stock.kinds[i].is_stack, costs[i] * len(stock.kinds[i].queue)))
@@ -65,7 +66,8 @@ def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> in
             loads[rank] += cost
         places += _places(stock, recipe, stock.kinds[plenty].size)
     makespan = max(_lowered(loads, places * costs[plenty]), scale.cost_bound)
-    return exposed_of_plan(problem, stock, plan, scale)[0] + makespan * _PARTS // max(1, scale.cost_bound)
+    score, waiting, _ = exposed_of_plan(problem, stock, plan, scale)
+    return score + makespan * _PARTS // max(1, scale.cost_bound), waiting
 
 
 def _bin_costs(recipe: Recipe, costs: Sequence[int]) -> list[int]:
@@ -93,8 +95,8 @@ def _lowered(loads: list[int], movable: int) -> int:
     return ranked[-1]
 
 
-def measure(problem: Problem, buckets: Sequence[PackedBucket], scale: Scale) -> tuple[int, int]:
-    """Score of a finished result: less is better. Ties go to fewer buckets."""
+def measure(problem: Problem, buckets: Sequence[PackedBucket], scale: Scale) -> tuple[int, int, int]:
+    """Score of a finished result: less is better. Ties go to the shorter step, then to fewer buckets."""
     ready = [
         ReadyBucket(
             ready_numel=scale.heads[max(p.index for p in bucket.placements) + 1],
@@ -105,7 +107,7 @@ def measure(problem: Problem, buckets: Sequence[PackedBucket], scale: Scale) -> 
     padded = sum(bucket.numel for bucket in ready)
     score = scale.total(padded, exposed_numel(ready, scale.real_numel))
     makespan = max(loads_of(problem, buckets)) * _PARTS // max(1, scale.cost_bound)
-    return score + makespan, len(ready)
+    return score + makespan, waiting_numel(ready, scale.real_numel), len(ready)
 
 
 def loads_of(problem: Problem, buckets: Sequence[PackedBucket]) -> list[int]:
