@@ -33,7 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_step.py
 
 planner-table: $(STAMP)
-	$(BIN)/python benchmarks/planner_table.py
+	$(BIN)/python benchmarks/planner_table.py --write docs/planner.md
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis

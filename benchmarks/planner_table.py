@@ -1,10 +1,11 @@
-"""Regenerate the planner's tables of docs/planner.md as Markdown.
+"""Regenerate the planner's tables as Markdown; with ``--write FILE`` in the file itself, between its markers.
 
     python benchmarks/planner_table.py fused          matrices as Megatron-LM fuses them, 10 models x 8 to 512 ranks
     python benchmarks/planner_table.py models         Hugging Face models with 3-D stacks, 13 models x 8 to 1,024 ranks
     python benchmarks/planner_table.py scale          45,090 matrices on 128 to 4,096 ranks
     python benchmarks/planner_table.py --curve        planning time against the number of matrices and of ranks
     python benchmarks/planner_table.py gaps           distance to the proved optimum on 300 small problems
+    python benchmarks/planner_table.py --write docs/planner.md
 
 Seconds are of one core (``time.process_time``), bounds not included. Everything else is the same on every machine.
 """
@@ -183,15 +184,31 @@ def gaps_table() -> Iterator[str]:
 TABLES = {"fused": fused_table, "models": models_table, "scale": scale_table, "curve": curve, "gaps": gaps_table}
 
 
+def replace_table(file: Path, name: str, lines: Sequence[str]) -> None:
+    """Put a table between its markers in a Markdown file."""
+    text = file.read_text(encoding="utf-8")
+    begin, end = f"<!-- table {name}: begin -->", f"<!-- table {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"{file} must hold {begin!r} and {end!r} once each")
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
+    file.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which tables; all by default")
     parser.add_argument("--curve", action="store_true", help="planning time only")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables in this file")
     args = parser.parse_args()
     for name in ["curve"] if args.curve else args.tables or list(TABLES):
         print(f"\n## {name}\n")
+        lines: list[str] = []
         for line in TABLES[name]():
             print(line, flush=True)
+            lines += line.splitlines()
+        if args.write is not None:
+            replace_table(args.write, name, lines)
 
 
 if __name__ == "__main__":

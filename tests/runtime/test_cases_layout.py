@@ -108,7 +108,8 @@ def test_b29_sets_and_duplicate_names_are_refused() -> None:
         wrap([*named, ("p3", named[0][1])])
 
 
-def test_b33_sizes_past_2_to_the_31_are_exact_and_cost_no_memory_to_plan() -> None:
+@pytest.mark.parametrize("policy", ["ns_cost", "packed"])
+def test_b33_sizes_past_2_to_the_31_are_exact_and_cost_no_memory_to_plan(policy: str) -> None:
     one = torch.empty(1, dtype=torch.bfloat16)
     shapes = [(46341, 46341)] + [(8192, 8192)] * 100
     params = [(f"w{i}", nn.Parameter(one.expand(shape))) for i, shape in enumerate(shapes)]
@@ -116,7 +117,7 @@ def test_b33_sizes_past_2_to_the_31_are_exact_and_cost_no_memory_to_plan() -> No
         rules={"matrix": Muon()},
         groups=(),
         bucket_numel=None,
-        policy="ns_cost",
+        policy=policy,
         reduce_dtype=torch.float32,
         on_nonfinite="raise",
         overlap=True,

@@ -49,7 +49,7 @@ class Setting:
     window: int = 1
     max_norm: float | None = None
     bucket_numel: int | str | None = 1500
-    policy: str = "ns_cost"
+    policy: str = "packed"
     num_steps: int = NUM_STEPS
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32

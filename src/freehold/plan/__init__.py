@@ -7,23 +7,29 @@ from inspect import signature
 from types import ModuleType
 
 from freehold.plan.auto import choose_bucket_numel
+from freehold.plan.bounds import BoundTerm, BufferBound, MakespanBound, buffer_bound, makespan_bound
 from freehold.plan.bucket import Bucket, Mode, Slot
 from freehold.plan.cost import granule_cost, max_min_squared, newton_schulz_flops, param_cost, rank_costs
 from freehold.plan.layout import Layout, Padding
 from freehold.plan.machine import Machine, Workload
 from freehold.plan.planner import default_bucket_numel, plan
 from freehold.plan.policies import policy_names, resolve_policy
+from freehold.plan.policies.packed import PackedPolicy
 from freehold.plan.problem import Item, PackedBucket, Placement, Policy, Problem
 from freehold.plan.spec import ParamSpec, RuleKind
 from freehold.plan.timeline import Timeline, simulate
 
 __all__ = [
+    "BoundTerm",
     "Bucket",
+    "BufferBound",
     "Item",
     "Layout",
     "Machine",
+    "MakespanBound",
     "Mode",
     "PackedBucket",
+    "PackedPolicy",
     "Padding",
     "ParamSpec",
     "Placement",
@@ -33,9 +39,11 @@ __all__ = [
     "Slot",
     "Timeline",
     "Workload",
+    "buffer_bound",
     "choose_bucket_numel",
     "default_bucket_numel",
     "granule_cost",
+    "makespan_bound",
     "max_min_squared",
     "newton_schulz_flops",
     "param_cost",

@@ -134,25 +134,25 @@ def _advice(bound: BufferBound) -> str:
     match bound.active.reason:
         case "largest":
             return (
-                f"the largest matrix, shape {shape}, needs a shard of {pile} elements on each of {bound.num_ranks} "
+                f"the largest matrix, shape {shape}, needs a shard of {pile:,} elements on each of {bound.num_ranks} "
                 f"ranks, and all params together fill only {useful} of them. Use fewer ranks or sub-groups of at "
                 f"most {useful}, or split that param."
             )
         case "pigeonhole":
             return (
                 f"there are more matrices as large as shape {shape} than {bound.num_ranks} ranks can share evenly, so "
-                f"that some rank holds {pile} elements. Use a number of ranks that divides them, fewer ranks, or "
+                f"that some rank holds {pile:,} elements. Use a number of ranks that divides them, fewer ranks, or "
                 "split such a param."
             )
         case "floor":
             return (
-                f"matrices of shape {shape} and larger fill a shard only in whole pieces, {pile} elements on some of "
+                f"matrices of shape {shape} and larger fill a shard only in whole pieces, {pile:,} elements on some of "
                 f"{bound.num_ranks} ranks. Use fewer ranks or sub-groups, or split such a param."
             )
         case _:
             return (
                 f"every size is a multiple of the size of shape {shape} or of a common part of it, so that a rank's "
-                f"share is rounded up to {pile} elements. Use a number of ranks that divides the total, or fewer."
+                f"share is rounded up to {pile:,} elements. Use a number of ranks that divides the total, or fewer."
             )
 
 

@@ -49,7 +49,7 @@ def exposed_of_plan(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale
     return score, waiting_numel(ready, scale.real_numel), len(ready)
 
 
-def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> tuple[int, int]:
+def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> int:
     """Score of a plan by kinds, with the makespan that dealing and then giving params away will about reach."""
     costs = stock.mean_costs
     plenty = max(range(len(costs)), key=lambda i: (not stock.kinds[i].is_stack, costs[i] * len(stock.kinds[i].queue)))
@@ -66,8 +66,7 @@ def estimate(problem: Problem, stock: Stock, plan: KindPlan, scale: Scale) -> tu
             loads[rank] += cost
         places += _places(stock, recipe, stock.kinds[plenty].size)
     makespan = max(_lowered(loads, places * costs[plenty]), scale.cost_bound)
-    score, waiting, _ = exposed_of_plan(problem, stock, plan, scale)
-    return score + makespan * _PARTS // max(1, scale.cost_bound), waiting
+    return exposed_of_plan(problem, stock, plan, scale)[0] + makespan * _PARTS // max(1, scale.cost_bound)
 
 
 def _bin_costs(recipe: Recipe, costs: Sequence[int]) -> list[int]:
