@@ -24,6 +24,8 @@ class FlatParams:
     blocks: tuple[Block, ...]
     param: Tensor
     state: dict[str, Tensor]
+    row_state: dict[str, Tensor]
+    per_matrix: list[dict[str, Any]]
 
     @classmethod
     def of(cls, rule: Rule, params: Sequence[Tensor], options: Mapping[str, Any] | None = None) -> FlatParams:
@@ -36,7 +38,13 @@ class FlatParams:
             options=rule.defaults() if options is None else options,
             blocks=blocks,
             param=zeros.clone(),
-            state={field.name: zeros.clone() for field in rule.state_fields()},
+            state={field.name: zeros.clone() for field in rule.state_fields() if field.per == "element"},
+            row_state={
+                field.name: zeros.new_zeros(sum(b.num_rows for b in blocks))
+                for field in rule.state_fields()
+                if field.per == "row"
+            },
+            per_matrix=[{} for _ in range(sum(b.num_matrices for b in blocks))] if rule.keeps_objects else [],
         )
         flat.param.copy_(flat.flatten(params))
         return flat
@@ -60,15 +68,36 @@ class FlatParams:
         """Update all params, as one span or cut into several; returns the gradient buffer (now scratch)."""
         grad = self.flatten(grads)
         for start, stop in itertools.pairwise([0, *cuts, self.param.numel()]):
-            span = Span(
-                param=self.param[start:stop],
-                grad=grad[start:stop],
-                state={name: tensor[start:stop] for name, tensor in self.state.items()},
-                blocks=_blocks_between(self.blocks, start, stop),
-                step=step,
-            )
-            self.rule.update(span, self.options)
+            self.rule.update(self.span(grad, step, start, stop), self.options)
         return grad
+
+    def span(self, grad: Tensor, step: int, start: int, stop: int) -> Span:
+        before = [block for block in self.blocks if block.offset < start]
+        inside = _blocks_between(self.blocks, start, stop)
+        is_matrix = self.rule.kind == "matrix"
+        row = sum(block.num_rows for block in before) if is_matrix else 0
+        num_rows = sum(block.num_rows for block in inside) if is_matrix else 0
+        matrix = sum(block.num_matrices for block in before)
+        num_matrices = sum(block.num_matrices for block in inside)
+        return Span(
+            param=self.param[start:stop],
+            grad=grad[start:stop],
+            state={name: tensor[start:stop] for name, tensor in self.state.items()}
+            | {name: tensor[row : row + num_rows] for name, tensor in self.row_state.items()},
+            blocks=inside,
+            step=step,
+            per_matrix=tuple(self.per_matrix[matrix : matrix + num_matrices]),
+        )
+
+    def kept(self) -> dict[str, Tensor]:
+        """All state tensors by a name that is unique."""
+        objects = {
+            f"{name} {index}": value
+            for index, state in enumerate(self.per_matrix)
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        return self.state | self.row_state | objects
 
 
 def _blocks_between(blocks: tuple[Block, ...], start: int, stop: int) -> tuple[Block, ...]:

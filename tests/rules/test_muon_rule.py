@@ -9,7 +9,10 @@ from torch import Tensor
 
 from freehold.errors import RuleError
 from freehold.rules import Block, Muon, Span, newton_schulz
-from freehold.rules import muon as muon_module
+from freehold.rules.matrices import batches
+from freehold.rules.polar.coefficients import schedule_of
+from freehold.rules.polar.products import Workspace
+from freehold.rules.polar.variants import Variant, pieces
 
 
 def updated(flat_params: Any, rule: Muon, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -93,7 +96,7 @@ def test_without_nesterov_the_momentum_buffer_is_not_normalised(flat_params: Any
 
 def batch_shapes(*blocks: Block) -> list[tuple[int, int, int]]:
     """``(offset, matrices, stride)`` of each batch."""
-    return [(b.offset, b.num_matrices, b.stride) for b in muon_module._batches(blocks)]
+    return [(b.offset, b.num_matrices, b.stride) for b in batches(blocks)]
 
 
 def test_equal_shapes_at_equal_distances_form_one_batch() -> None:
@@ -108,9 +111,14 @@ def test_equal_shapes_at_equal_distances_form_one_batch() -> None:
     ]
 
 
-def test_batches_are_bounded_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon_module, "MAX_BATCH_NUMEL", 200)
-    assert batch_shapes(Block(offset=0, shape=(7, 8, 8))) == [(0, 3, 64), (192, 3, 64), (384, 1, 64)]
+@pytest.mark.parametrize("max_batch_bytes", [1, 3 * 64 * 2, 10**9])
+def test_batches_are_bounded_in_memory(max_batch_bytes: int) -> None:
+    stack = torch.randn(7, 8, 8)
+    variant = Variant(form="gram", dtype=torch.bfloat16, batched=True)
+    schedule = schedule_of("jordan", 5)
+    found = [(a, b) for a, b, _ in pieces(stack, variant, schedule, Workspace(), max_batch_bytes=max_batch_bytes)]
+    per_piece = max(1, min(7, max_batch_bytes // 128))
+    assert [b - a for a, b in found] == [min(per_piece, 7 - a) for a in range(0, 7, per_piece)]
 
 
 def test_a_block_that_is_no_matrix_is_refused() -> None:
@@ -126,5 +134,5 @@ def test_a_block_that_is_no_matrix_is_refused() -> None:
 
 
 def test_an_unknown_method_names_those_there_are() -> None:
-    with pytest.raises(RuleError, match="method polar is not supported; the only one so far is 'standard'"):
+    with pytest.raises(RuleError, match="method polar is not supported; choose 'standard', 'gram' or 'auto'"):
         Muon(method="polar")

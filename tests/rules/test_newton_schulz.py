@@ -243,7 +243,7 @@ def test_b07_the_branch_for_accelerators_gives_the_same_bits(
     # there the host does not look at the norm: every matrix is divided by a power of two
     grad = torch.randn(shape)
     expected = newton_schulz(grad, dtype=dtype)
-    monkeypatch.setattr(sys.modules["freehold.rules.newton_schulz"], "SAFE_NORM_MIN", torch.inf)
+    monkeypatch.setattr(sys.modules["freehold.rules.polar.scaling"], "SAFE_NORM_MIN", torch.inf)
     assert torch.equal(newton_schulz(grad, dtype=dtype), expected)
 
 
@@ -260,7 +260,7 @@ def test_b10_clipping_before_it_changes_nothing() -> None:
     [
         (torch.zeros(4), {}, r"got shape \(4,\)"),
         (torch.zeros(2, 2, 2, 2), {}, r"got shape \(2, 2, 2, 2\)"),
-        (torch.zeros(2, 2), {"coefficients": (1.0, 2.0)}, r"exactly 3 values, got \(1.0, 2.0\)"),
+        (torch.zeros(2, 2), {"coefficients": (1.0, 2.0)}, r"exactly 3 values, .*got \(1.0, 2.0\)"),
         (torch.zeros(2, 2), {"num_steps": 100}, "num_steps must be from 0 to 99, got 100"),
         (torch.zeros(2, 2), {"num_steps": -1}, "num_steps must be from 0 to 99, got -1"),
         (torch.zeros(2, 2), {"eps": -1.0}, "eps must be >= 0"),

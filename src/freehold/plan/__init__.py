@@ -9,7 +9,15 @@ from types import ModuleType
 from freehold.plan.auto import choose_bucket_numel
 from freehold.plan.bounds import BoundTerm, BufferBound, MakespanBound, buffer_bound, makespan_bound
 from freehold.plan.bucket import Bucket, Mode, Slot
-from freehold.plan.cost import granule_cost, max_min_squared, newton_schulz_flops, param_cost, rank_costs
+from freehold.plan.cost import (
+    Costs,
+    flop_costs,
+    granule_cost,
+    max_min_squared,
+    newton_schulz_flops,
+    param_cost,
+    rank_costs,
+)
 from freehold.plan.layout import Layout, Padding
 from freehold.plan.machine import Machine, Workload
 from freehold.plan.planner import default_bucket_numel, plan
@@ -23,6 +31,7 @@ __all__ = [
     "BoundTerm",
     "Bucket",
     "BufferBound",
+    "Costs",
     "Item",
     "Layout",
     "Machine",
@@ -42,6 +51,7 @@ __all__ = [
     "buffer_bound",
     "choose_bucket_numel",
     "default_bucket_numel",
+    "flop_costs",
     "granule_cost",
     "makespan_bound",
     "max_min_squared",

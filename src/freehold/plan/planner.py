@@ -12,7 +12,7 @@ from typing import cast
 
 from freehold.errors import LayoutError, PlanError, PlanTypeError
 from freehold.plan.bucket import Bucket, Mode, Slot
-from freehold.plan.cost import param_cost
+from freehold.plan.cost import Costs, param_cost
 from freehold.plan.flat import flat_buckets
 from freehold.plan.layout import Layout
 from freehold.plan.policies import policy_label, resolve_policy
@@ -30,6 +30,7 @@ def plan(
     policy: str | Policy = "packed",
     alignment: int = 64,
     high_busbw: bool = False,
+    costs: Costs | None = None,
 ) -> Layout:
     """Decide which rank owns which param, in which bucket, at which offset. Pure and deterministic.
 
@@ -41,6 +42,8 @@ def plan(
         policy: A name of ``policy_names()``, or a callable from a ``Problem`` to packed buckets.
         alignment: Slots begin on multiples of this many elements, a power of two.
         high_busbw: Pad buckets to multiples of 2**16 elements too, for NCCL's bus bandwidth.
+        costs: What one matrix of each shape ``(M, N)`` costs, as positive ints (measured nanoseconds, say); ``None``
+            counts ``max_min_squared``. Ranks that plan for themselves must have equal tables.
 
     Returns:
         The layout. Params of different dtype, and those updated as matrices and element by element, are in
@@ -78,7 +81,7 @@ def plan(
         bucket_numel=frame.bucket_numel,
         policy=label,
         params=specs,
-        buckets=_all_buckets(untied, frame, decide, label),
+        buckets=_all_buckets(untied, frame, decide, label, costs),
     )
 
 
@@ -169,7 +172,9 @@ def _check_numbers(*, num_ranks: object, bucket_numel: object, alignment: object
         raise PlanError("\n".join(wrong_values))
 
 
-def _all_buckets(untied: list[ParamSpec], frame: Problem, decide: Policy, label: str) -> tuple[Bucket, ...]:
+def _all_buckets(
+    untied: list[ParamSpec], frame: Problem, decide: Policy, label: str, costs: Costs | None
+) -> tuple[Bucket, ...]:
     """Plan each (mode, dtype) on its own, then put all buckets into the order in which they become ready."""
     groups: dict[tuple[Mode, str], list[int]] = {}
     for position, spec in enumerate(untied):
@@ -177,7 +182,7 @@ def _all_buckets(untied: list[ParamSpec], frame: Problem, decide: Policy, label:
     unplaced: list[tuple[int, Bucket]] = []
     for (mode, _), positions in groups.items():
         specs = [untied[position] for position in positions]
-        problem = replace(frame, items=_items(specs))
+        problem = replace(frame, items=_items(specs, costs))
         packed = flat_buckets(problem) if mode == "flat" else decide(problem)
         _verify(problem, packed, label)
         for entry in packed:
@@ -192,14 +197,14 @@ def _all_buckets(untied: list[ParamSpec], frame: Problem, decide: Policy, label:
     return tuple(buckets)
 
 
-def _items(specs: list[ParamSpec]) -> tuple[Item, ...]:
+def _items(specs: list[ParamSpec], costs: Costs | None) -> tuple[Item, ...]:
     """The params as policies see them. Each kind is measured once: a model has few kinds."""
     measures: dict[tuple[object, ...], tuple[int, int, int]] = {}
     items: list[Item] = []
     for index, spec in enumerate(specs):
         kind = (spec.shape, spec.rule, spec.granule_numel)
         if kind not in measures:
-            measures[kind] = (spec.numel, spec.granule, param_cost(spec))
+            measures[kind] = (spec.numel, spec.granule, param_cost(spec, costs))
         numel, granule_numel, cost = measures[kind]
         items.append(
             Item(

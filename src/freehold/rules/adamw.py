@@ -34,6 +34,7 @@ class AdamW(Rule):
         betas: :math:`(\beta_1, \beta_2)`.
         eps: :math:`\epsilon`.
         weight_decay: Decoupled weight decay :math:`\lambda`.
+        lr_scale: A multiplier of ``lr`` that schedulers leave alone, for ``Group("head.*", lr_scale=0.5)``.
 
     Example:
         >>> import torch
@@ -52,6 +53,7 @@ class AdamW(Rule):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+    lr_scale: float = 1.0
 
     kind: ClassVar[RuleKind] = "elementwise"
 
@@ -69,7 +71,7 @@ class AdamW(Rule):
     @torch.no_grad()
     def update(self, span: Span, options: Mapping[str, Any]) -> None:
         """Update the elements of a span; see ``Rule.update``."""
-        lr = host_scalar(options["lr"])
+        lr = host_scalar(options["lr"]) * options["lr_scale"]
         beta1, beta2 = options["betas"]
         weight_decay = options["weight_decay"]
         exp_avg, exp_avg_sq = span.state["exp_avg"], span.state["exp_avg_sq"]
@@ -93,4 +95,5 @@ _CHECKS: tuple[Check, ...] = (
     ("betas", _is_beta_pair, "Invalid betas, expected two floats in [0, 1): {}"),
     ("eps", is_nonnegative, "Invalid epsilon value: {}"),
     ("weight_decay", is_nonnegative, "Invalid weight_decay value: {}"),
+    ("lr_scale", is_nonnegative, "Invalid lr_scale value: {}"),
 )

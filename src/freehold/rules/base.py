@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -18,17 +18,21 @@ __all__ = ["Block", "Rule", "Span", "StateField"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateField:
-    """A tensor of state that a rule keeps: one element per param element, of the span's dtype, zero at first.
+    """A tensor of state that a rule keeps, of the span's dtype, zero at first.
 
     Attributes:
         name: Its key in ``Span.state`` and in checkpoints; that of ``torch.optim`` where there is one.
+        per: ``"element"``: one value per param element. ``"row"``: one per row of each matrix, ``(M,)`` for a matrix
+            and ``(E * M,)`` for ``E`` of a stack, block after block without alignment; for rules of kind ``"matrix"``
+            only.
 
     Example:
-        >>> StateField(name="momentum_buffer").name
-        'momentum_buffer'
+        >>> StateField(name="momentum_buffer").per
+        'element'
     """
 
     name: str
+    per: Literal["element", "row"] = "element"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +51,44 @@ class Block:
     offset: int
     shape: tuple[int, ...]
 
+    @property
+    def num_matrices(self) -> int:
+        """``E`` of a stack, 1 of anything else.
+
+        Example:
+            >>> Block(offset=0, shape=(4, 8, 16)).num_matrices
+            4
+        """
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all its matrices.
+
+        Example:
+            >>> Block(offset=0, shape=(4, 8, 16)).num_rows
+            32
+        """
+        return self.num_matrices * self.shape[-2]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """A contiguous run of flat buffers, to be updated in one go.
 
-    All tensors are contiguous, of shape ``(n,)`` and of one dtype, float32 or float64. Between blocks lie up
-    to 63 elements of alignment padding, zero in every tensor, and zero they stay: a rule maps a zero param
-    with a zero gradient and zero state to zeros.
+    All tensors but state by rows are contiguous, of shape ``(n,)``; all are of one dtype, float32 or float64. Between
+    blocks lie up to 63 elements of alignment padding, zero in every tensor, and zero they stay: a rule maps a zero
+    param with a zero gradient and zero state to zeros.
 
     Attributes:
         param: ``(n,)`` the values (masters), updated in place.
         grad: ``(n,)`` the averaged gradient; scratch once the update is done.
-        state: Tensors ``(n,)`` by the names of the rule's ``StateField``, updated in place.
+        state: Tensors by the names of the rule's ``StateField``, updated in place: ``(n,)``, or one value per row of
+            the span's matrices, in order.
         blocks: The params inside, by ascending offset.
         step: 1 for the first update of these params.
+        per_matrix: A dict for each matrix of the span, in order (one for a block that is no matrix), kept from step to
+            step and empty at first: tensors, ints, floats and bools by name. Only for rules that ``keeps_objects``.
 
     Example:
         >>> import torch
@@ -78,6 +105,7 @@ class Span:
     state: Mapping[str, Tensor]
     blocks: tuple[Block, ...]
     step: int
+    per_matrix: tuple[dict[str, Any], ...] = ()
 
 
 class Rule(ABC):
@@ -85,21 +113,23 @@ class Rule(ABC):
 
     To write one: subclass in a file of its own, decorate with ``@dataclass(frozen=True, slots=True)``, set
     ``kind``, call ``self.validate(self.defaults())`` in ``__post_init__``, and add a row to the conformance
-    table in ``tests/rules/test_conformance.py``.
+    table in ``tests/rules/test_rule_conformance.py``.
 
     The caller puts ``defaults()`` into a param group, where users and schedulers edit them; calls
     ``validate`` with the merged options; allocates ``state_fields``; and calls ``update`` once per step for
     every contiguous run of params that it owns. Nothing here communicates, and all that lasts between calls
-    is ``Span.state``.
+    is ``Span.state`` and ``Span.per_matrix``.
 
     Attributes:
         kind: ``"matrix"`` if blocks must hold whole matrices, ``"elementwise"`` if params may be cut
             anywhere.
+        keeps_objects: Whether ``update`` uses ``Span.per_matrix``.
     """
 
     __slots__ = ()
 
     kind: ClassVar[RuleKind]
+    keeps_objects: ClassVar[bool] = False
 
     def defaults(self) -> dict[str, Any]:
         """All options by name, as they go into a param group."""
@@ -118,6 +148,19 @@ class Rule(ABC):
         Raises:
             RuleError: Naming every option that is missing or out of range, and its value.
         """
+
+    def check_param(self, name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> None:
+        """Check options against one param that they are meant for; nothing to check by default.
+
+        Args:
+            name: Its qualified name, for the message.
+            shape: ``(M, N)`` of its matrices, or its own shape under an elementwise rule.
+            options: Its merged options.
+
+        Raises:
+            RuleError: They do not fit.
+        """
+        return  # most rules take any shape
 
     @abstractmethod
     def update(self, span: Span, options: Mapping[str, Any]) -> None:
