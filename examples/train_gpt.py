@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py                  # two ranks on CPUs, or one per GPU
     torchrun --nproc-per-node 2 examples/train_gpt.py --check          # and prove it equal to DDP + torch.optim.Muon
     python examples/train_gpt.py --data my_texts/ --steps 500          # one rank, your own text
+    torchrun --nproc-per-node 2 examples/train_gpt.py --save-every 50  # checkpoints; go on after a crash with --resume
 
 The text is bytes (no tokenizer); by default that of Python's own standard library, with one file in 16 held out.
 """
@@ -29,6 +30,7 @@ from tqdm import tqdm
 from corpus import Batch, Corpus, load_corpus, sample_batch, validation_batches
 from freehold import LayerwiseOptimizer
 from gpt import GPT, GPTConfig
+from progress import Progress, resume, save
 from report import RunResult, layout_lines, picture_lines, result_lines, row, say
 from stopwatch import Stopwatch
 from systems import SYSTEM_NAMES, OptimizerOptions, System, build_system
@@ -74,6 +76,7 @@ class TrainOptions:
     fused_qkv: bool
     tied_head: bool
     matrix_lr: float
+    method: str
     lr: float
     weight_decay: float
     warmup: int
@@ -82,6 +85,9 @@ class TrainOptions:
     device: str
     threads: int | None
     seed: int
+    checkpoints: Path
+    save_every: int
+    resume: bool
     picture: Path | None
 
 
@@ -122,29 +128,43 @@ def _run(name: str, options: TrainOptions, device: torch.device, corpus: Corpus,
         if options.picture is not None:
             say(*picture_lines(layout, options.picture))
     schedulers = [LambdaLR(optimizer, _warmup_cosine(options)) for optimizer in system.optimizers]
-    stopwatch, step_s, losses = Stopwatch(device), list[float](), list[float]()
-    with tqdm(total=num_steps, desc=name, disable=dist.get_rank() != 0, mininterval=1.0) as bar:
-        for step in range(num_steps):
+    stopwatch, step_s, progress = Stopwatch(device), list[float](), Progress()
+    if options.resume:
+        progress = resume(options.checkpoints, system.model, _freehold_of(system), schedulers)
+        say(row("resumed after", f"{progress.num_steps} steps"))
+        if progress.num_steps >= num_steps:
+            raise SystemExit(f"all {num_steps} steps are done: nothing is left to train")
+    first = progress.num_steps
+    with tqdm(total=num_steps, initial=first, desc=name, disable=dist.get_rank() != 0, mininterval=1.0) as bar:
+        for step in range(first, num_steps):
             start_s = time.perf_counter()
-            losses.append(_train_step(system, options, corpus.train, step, stopwatch))
+            progress.losses.append(_train_step(system, options, corpus.train, step, stopwatch))
             for scheduler in schedulers:
                 scheduler.step()
+            if name == "freehold" and options.save_every and (step + 1) % options.save_every == 0:
+                save(options.checkpoints, system.model, _freehold_of(system), schedulers, progress)
             step_s.append(time.perf_counter() - start_s)
             rate = _bytes_per_step(options) / step_s[-1]
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {progress.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
             bar.update()
     bits_per_byte = _validate(system.model, options, device, corpus.valid)
     held = system.state_bytes()
     system.close()
     return RunResult(
         system=name,
-        losses=losses,
+        losses=progress.losses,
         step_s=step_s,
         optimizer_step_s=stopwatch.seconds(),
         bits_per_byte=bits_per_byte,
         held=held,
         layout=layout,
     )
+
+
+def _freehold_of(system: System) -> LayerwiseOptimizer:
+    (optimizer,) = system.optimizers
+    assert isinstance(optimizer, LayerwiseOptimizer), "only freehold is saved and resumed"
+    return optimizer
 
 
 def _train_step(system: System, options: TrainOptions, text: Tensor, step: int, stopwatch: Stopwatch) -> float:
@@ -230,10 +250,12 @@ def _build_model(options: TrainOptions, device: torch.device) -> GPT:
 
 
 def _optimizer_options(options: TrainOptions) -> OptimizerOptions:
-    return OptimizerOptions(matrix_lr=options.matrix_lr, lr=options.lr, weight_decay=options.weight_decay)
+    return OptimizerOptions(
+        matrix_lr=options.matrix_lr, lr=options.lr, weight_decay=options.weight_decay, method=options.method
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: LambdaLR.state_dict() asks for its __dict__
 class _WarmupCosine:
     """Factor of the learning rate: up to 1 over ``warmup`` steps, then along half a cosine to a tenth."""
 
@@ -302,6 +324,8 @@ def _parse(argv: list[str] | None) -> TrainOptions:
     options = TrainOptions(**vars(parser.parse_args(argv)))
     if options.check is not None and options.optimizer != "freehold":
         parser.error("--check compares freehold with ddp-muon: leave out --optimizer")
+    if (options.save_every or options.resume) and (options.optimizer != "freehold" or options.check is not None):
+        parser.error("--save-every and --resume are for training with freehold, without --check")
     if options.check is not None and options.check > options.steps:
         parser.error(f"--check {options.check}: there are only {options.steps} steps")
     return options
@@ -316,6 +340,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--batch-size", type=_positive, default=4, help="sequences per rank and backward pass")
     run.add_argument("--valid-batches", type=_positive, default=32, help="held-out batches to validate on")
     run.add_argument("--matrix-lr", type=float, default=0.05, help="learning rate of Muon")
+    run.add_argument("--method", choices=("standard", "gram", "auto"), default="standard", help="of Newton-Schulz")
     run.add_argument("--lr", type=float, default=6e-3, help="learning rate of AdamW")
     run.add_argument("--weight-decay", type=float, default=0.01, help="of AdamW; norms have none")
     run.add_argument("--warmup", type=int, default=10, help="steps over which learning rates rise")
@@ -324,6 +349,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if enough")
     run.add_argument("--threads", type=_positive, help="torch threads per rank (default: 1 on CPUs)")
     run.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    run.add_argument("--save-every", type=_positive, default=0, metavar="K", help="save a checkpoint every K steps")
+    run.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), metavar="DIR", help="where to save them")
+    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there, if there is one")
     run.add_argument("--picture", type=Path, metavar="FILE", help="write the layout as a page to look at (.html)")
 
 

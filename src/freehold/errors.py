@@ -5,11 +5,13 @@ One family, so that a trainer can catch them all with ``except FreeholdError``. 
 """
 
 __all__ = [
+    "CheckpointError",
     "ConsistencyError",
     "FreeholdError",
     "LayoutError",
     "LifecycleError",
     "NonFiniteGradientError",
+    "PeerError",
     "PlanError",
     "PlanTypeError",
     "RoutingError",
@@ -51,12 +53,20 @@ class ConsistencyError(FreeholdError, RuntimeError):
     """Ranks disagree, or one of them refused; raised on every rank of the group with the same text."""
 
 
+class CheckpointError(FreeholdError, RuntimeError):
+    """A checkpoint that cannot be written, is damaged or incomplete, or does not fit the model; nothing was loaded."""
+
+
 class LifecycleError(FreeholdError, RuntimeError):
     """A call at a moment when it cannot be honoured (closed optimizer, second owner of a param, thawed param ...)."""
 
 
 class NonFiniteGradientError(FreeholdError, RuntimeError):
     """A reduced gradient holds inf or NaN; nothing was updated on any rank."""
+
+
+class PeerError(FreeholdError, RuntimeError):
+    """Another rank died, stopped answering within ``timeout_s``, or gave up; this optimizer cannot go on."""
 
 
 class UnsupportedError(FreeholdError, RuntimeError):
