@@ -20,7 +20,7 @@ from freehold.runtime.routing import NamedParam
 
 __all__ = ["Settled", "StepConsensus", "options_text"]
 
-_OPERATIONS = {"step": 1, "clip_grad_norm_": 2}
+_OPERATIONS = {"step": 1, "clip_grad_norm_": 2, "unscale_": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,16 @@ class StepConsensus:
         self._reducer = reducer
         self._comm = comm
 
-    def settle(self, operation: str, param_groups: list[dict[str, Any]], error: Exception | None) -> Settled:
+    def settle(
+        self, operation: str, param_groups: list[dict[str, Any]], error: Exception | None, *, single_pass: bool = False
+    ) -> Settled:
         """Agree with the other ranks and finish all reductions. Collective; every rank calls it for the same operation.
 
         Args:
             operation: The public call, ``"step"`` or ``"clip_grad_norm_"``.
             param_groups: The live options, which must be equal on all ranks.
             error: What this rank found wrong already; then all ranks raise.
+            single_pass: Refuse a window with several synchronising backwards.
 
         Raises:
             ConsistencyError: The ranks differ.
@@ -91,6 +94,12 @@ class StepConsensus:
             ),
         )
         self._refuse_disagreement(rows, operation, error, options)
+        if single_pass and passes_needed(rows) > 1:
+            counts = [row.passes + row.pending for row in rows]
+            raise LifecycleError(
+                f"{operation}: with early_update=True a window has one synchronising backward; by rank there were "
+                f"{counts}. Put the others inside no_sync(). Weights were updated: start again from a checkpoint"
+            )
         self._reducer.settle(passes_needed(rows))
         if not all(row.plain and not row.written for row in rows):
             flags = self._comm.max_(torch.tensor(used + written, dtype=torch.uint8)).tolist()
