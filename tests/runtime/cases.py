@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from freehold import AdamW, LayerwiseOptimizer, Muon
 from freehold.plan.spec import RuleKind
-from freehold.rules import muon
+from freehold.rules import orthogonal
 from freehold.rules.base import Rule, Span, StateField, check_options, is_nonnegative
 
 
@@ -177,7 +177,7 @@ def padding_is_zero(opt: LayerwiseOptimizer) -> bool:
             start = slot.rank * bucket.bucket.shard_numel + slot.offset
             real[start : start + slot.numel] = True
         shard = slice(opt._comm.rank * bucket.bucket.shard_numel, (opt._comm.rank + 1) * bucket.bucket.shard_numel)
-        own_padding = bucket.memory.grads[shard][~real[shard]]
+        own_padding = bucket.grads.own[~real[shard][: bucket.grads.own.numel()]]
         if bool(bucket.memory.weights[~real].any()) or bool(own_padding.any()):
             return False
     return True
@@ -190,7 +190,7 @@ def poison_grads(opt: LayerwiseOptimizer, *, foreign_only: bool = False) -> None
             if foreign_only and slot.rank == opt._comm.rank:
                 continue
             start = slot.rank * bucket.bucket.shard_numel + slot.offset
-            bucket.memory.grads[start : start + slot.numel].fill_(float("nan"))
+            bucket.grads.flat[start : start + slot.numel].fill_(float("nan"))
 
 
 def launches(opt: LayerwiseOptimizer, kind: str = "reduce launched") -> list[int]:
@@ -201,17 +201,17 @@ def launches(opt: LayerwiseOptimizer, kind: str = "reduce launched") -> list[int
 @contextlib.contextmanager
 def counting_newton_schulz() -> Iterator[list[int]]:
     """Count the matrices that this process orthogonalises; the list gets one number per call."""
-    real, counts = muon.newton_schulz, []
+    real, counts = orthogonal.pieces, []
 
-    def counted(matrices: Tensor, **options: Any) -> Tensor:
-        counts.append(matrices.numel() // (matrices.shape[-1] * matrices.shape[-2]))
-        return real(matrices, **options)
+    def counted(matrices: Tensor, *args: Any, **options: Any) -> Any:
+        counts.append(len(matrices))
+        return real(matrices, *args, **options)
 
-    muon.newton_schulz = counted
+    orthogonal.pieces = counted
     try:
         yield counts
     finally:
-        muon.newton_schulz = real
+        orthogonal.pieces = real
 
 
 def data(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -27,6 +27,7 @@ class LateComm(Comm):
         self.rank = inner.rank
         self.num_ranks = inner.num_ranks
         self.max_in_flight = inner.max_in_flight
+        self.watch = inner.watch
 
     def reduce_scatter(self, flat: Tensor, bucket: int) -> Pending:
         def finish() -> None:

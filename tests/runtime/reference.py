@@ -121,7 +121,7 @@ def full_grads(opt: LayerwiseOptimizer) -> dict[str, Tensor]:
     if num_ranks > 1:
         pieces = [None] * num_ranks
         dist.all_gather_object(pieces, mine)
-    grads = {p.name: torch.full((p.param.numel(),), float("nan"), dtype=p.grad_view.dtype) for p in opt._params}
+    grads = {p.name: torch.full((p.param.numel(),), float("nan"), dtype=p.grad_dtype) for p in opt._params}
     for name, start, piece in (item for of_rank in pieces for item in of_rank):
         grads[name][start : start + piece.numel()] = piece
     return {p.name: grads[p.name].view(p.param.shape) for p in opt._params}

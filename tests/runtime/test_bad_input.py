@@ -102,7 +102,10 @@ _BAD: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "reduce_dtype": (lambda m: wrap(m, reduce_dtype=torch.int32), PlanTypeError, "reduce_dtype"),
     "reduce_dtype word": (lambda m: wrap(m, reduce_dtype="fp32"), PlanTypeError, "reduce_dtype"),
     "overlap": (lambda m: wrap(m, overlap=1), PlanTypeError, "overlap"),
-    "on_nonfinite": (lambda m: wrap(m, on_nonfinite="ignore"), PlanError, "on_nonfinite"),
+    "on_nonfinite": (lambda m: wrap(m, on_nonfinite="forgive"), PlanError, "on_nonfinite"),
+    "grad_memory": (lambda m: wrap(m, grad_memory="half"), PlanError, "grad_memory"),
+    "early_update": (lambda m: wrap(m, early_update=True), PlanError, "on_nonfinite='ignore'"),
+    "costs": (lambda m: wrap(m, costs={}), PlanError, "costs must hold"),
     "unruly model": (lambda m: wrap(_Unruly()), FreeholdError, "no head here"),
 }
 
@@ -169,6 +172,7 @@ def _differing_arguments() -> None:
         "reduce_dtype": {"reduce_dtype": torch.float32 if rank else torch.bfloat16},
         "overlap": {"overlap": bool(rank)},
         "on_nonfinite": {"on_nonfinite": "skip" if rank else "raise"},
+        "grad_memory": {"grad_memory": "sharded" if rank else "full"},
         "param group of each param": {"groups": [Group(f"{2 * rank}.*")]},
     }
     for name, options in pairs.items():

@@ -57,7 +57,7 @@ def _poison_transport(opt: LayerwiseOptimizer) -> None:
                 for slot in b.bucket.slots:
                     if slot.rank != opt._comm.rank:
                         start = slot.rank * b.bucket.shard_numel + slot.offset
-                        b.memory.grads[start : start + slot.numel].fill_(float("nan"))
+                        b.grads.flat[start : start + slot.numel].fill_(float("nan"))
 
     opt._comm.all_gather = poisoned_gather
     opt._reducer._finish_oldest = finish_and_poison

@@ -46,7 +46,7 @@ def _mixed() -> None:
     for bucket in opt._buckets:
         dtypes = {p.param.dtype for p in bucket.params}
         assert dtypes == {bucket.memory.weights.dtype}
-        assert bucket.memory.grads.dtype == bucket.memory.master.dtype == torch.float32
+        assert bucket.grads.dtype == bucket.memory.master.dtype == torch.float32
         one_copy = bucket.memory.master.data_ptr() == bucket.memory.own_weights.data_ptr()
         if bucket.owned:  # fp32 params are their own masters
             assert one_copy == (bucket.memory.weights.dtype == torch.float32)

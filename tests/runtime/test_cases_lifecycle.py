@@ -68,7 +68,7 @@ def _nothing_left(closing: bool) -> None:
     _train(model, opt, 910, steps=2)
     inside = [opt, opt._reducer, opt._gatherer, opt._comm, opt._buckets[0], opt._params[0], opt._guard]
     dead = [weakref.ref(thing) for thing in inside]
-    dead += [weakref.ref(t) for b in opt._buckets for t in (b.memory.grads, *b.memory.state.values())]
+    dead += [weakref.ref(t) for b in opt._buckets for t in (b.grads.flat, *b.memory.state.values())]
     if closing:
         opt.close()
     else:

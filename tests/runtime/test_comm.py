@@ -15,7 +15,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 from freehold import AdamW, LayerwiseOptimizer, Muon
-from freehold.runtime.comm import Comm, GlooComm, LocalComm, NativeComm, Pending, ReceivePool, make_comm
+from freehold.runtime.comm import Comm, GlooComm, LocalComm, NativeComm, Pending, make_comm
+from freehold.runtime.pool import TensorPool
 
 CPU = torch.device("cpu")
 TRANSPORTS = ("gloo", "native")
@@ -97,11 +98,11 @@ def test_a_sum_has_the_same_bits_whoever_owns_it() -> None:
 
 
 def _shared_tags() -> None:
-    """Buckets 512 apart share a tag and may be under way together."""
+    """Buckets 510 apart share a tag and may be under way together."""
     comm = _transport("gloo")
-    buckets = (0, 512, 1024, 5, 517)
+    buckets = (0, 510, 1020, 5, 515)
     mine = [_flat(comm.rank, 32, comm.num_ranks, torch.float32, bucket) for bucket in buckets]
-    assert comm._tag_of(0, 0) == comm._tag_of(512, 0) != comm._tag_of(0, 1)  # type: ignore[attr-defined]
+    assert comm._tag_of(0, 0) == comm._tag_of(510, 0) != comm._tag_of(0, 1)  # type: ignore[attr-defined]
     pending = [comm.reduce_scatter(flat, bucket) for bucket, flat in zip(buckets, mine, strict=True)]
     for handle in pending:
         handle.wait()
@@ -145,6 +146,26 @@ def test_control_collectives(kind: str) -> None:
     run_ranks(2, _control, kind)
 
 
+def _lengths() -> None:
+    """Around the size of a control message, and of different length on each rank."""
+    comm = _transport("gloo")
+    for numel in (1, 239, 240, 241, 255, 5000):
+        flags = torch.zeros(numel, dtype=torch.uint8)
+        flags[comm.rank % numel] = 1
+        expected = torch.zeros_like(flags)
+        expected[[rank % numel for rank in range(comm.num_ranks)]] = 1
+        assert torch.equal(comm.max_(flags), expected), f"{numel=}"
+        row = torch.arange(numel, dtype=torch.float64) * (comm.rank + 1)
+        rows = comm.exchange(row)
+        assert torch.equal(rows, torch.stack([row / (comm.rank + 1) * (r + 1) for r in range(comm.num_ranks)]))
+        found = comm.gather_objects("x" * (numel * comm.rank))
+        assert found == ["x" * (numel * rank) for rank in range(comm.num_ranks)]
+
+
+def test_control_messages_of_any_length() -> None:
+    run_ranks(3, _lengths)
+
+
 def test_a_group_of_one_moves_nothing() -> None:
     comm = make_comm(None, CPU)
     assert isinstance(comm, LocalComm)
@@ -161,7 +182,7 @@ def test_a_group_of_one_moves_nothing() -> None:
 
 
 def test_receive_space_is_used_again() -> None:
-    pool = ReceivePool()
+    pool = TensorPool()
     like = torch.zeros(1)
     first = pool.take(100, like)
     pool.give_back(first)
@@ -176,7 +197,7 @@ def test_receive_space_is_used_again() -> None:
 
 
 def test_receive_space_grows_instead_of_piling_up() -> None:
-    pool = ReceivePool()
+    pool = TensorPool()
     like = torch.zeros(1)
     for numel in (10, 20, 40, 30, 40):
         pool.give_back(pool.take(numel, like))
@@ -184,7 +205,7 @@ def test_receive_space_grows_instead_of_piling_up() -> None:
 
 
 def test_receive_space_is_kept_apart_by_dtype() -> None:
-    pool = ReceivePool()
+    pool = TensorPool()
     pool.give_back(pool.take(100, torch.zeros(1)))
     taken = pool.take(50, torch.zeros(1, dtype=torch.bfloat16))
     assert taken.dtype == torch.bfloat16
@@ -246,7 +267,7 @@ class FakeWork:
         self._transfer = transfer
         self._done = False
 
-    def wait(self) -> None:
+    def wait(self, timeout: Any = None) -> None:
         gc.collect()
         poison_freed_memory(self._place[0].numel())
         memory = self._memory()

@@ -41,6 +41,7 @@ class Setting:
         num_steps: Optimizer steps.
         dtype: Of the params.
         reduce_dtype: Of the reduction.
+        grad_memory: As in ``LayerwiseOptimizer``.
         by_name: Give freehold ``model.named_parameters()`` instead of the model.
     """
 
@@ -54,13 +55,14 @@ class Setting:
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     by_name: bool = False
+    grad_memory: str = "full"
 
     def __str__(self) -> str:
         r = self.recipe
         clip = "" if self.max_norm is None else f"-clip{self.max_norm}"
         return (
             f"{self.model}-wd{r.weight_decay}-nesterov{int(r.nesterov)}-window{self.window}{clip}"
-            f"-{self.bucket_numel}-{self.policy}"
+            f"-{self.bucket_numel}-{self.policy}-{self.grad_memory}"
         )
 
 
@@ -71,6 +73,7 @@ def _optimizer(model: torch.nn.Module, s: Setting) -> LayerwiseOptimizer:
         bucket_numel=s.bucket_numel,
         policy=s.policy,
         reduce_dtype=s.reduce_dtype,
+        grad_memory=s.grad_memory,
     )
 
 
@@ -164,6 +167,19 @@ def test_no_layout_changes_a_bit(s: Setting) -> None:
     run_ranks(2, _against_ddp, s)
 
 
+@pytest.mark.parametrize(
+    "s",
+    [
+        Setting(model="mlp", bucket_numel=1, grad_memory="sharded"),
+        Setting(model="gpt", bucket_numel=3000, window=3, max_norm=0.1, num_steps=8, grad_memory="sharded"),
+        Setting(model="gpt_tied", bucket_numel=500, num_steps=8, grad_memory="sharded"),
+    ],
+    ids=str,
+)
+def test_sharded_gradients_change_no_bit(s: Setting) -> None:
+    run_ranks(2, _against_ddp, s)
+
+
 def test_named_params_have_the_bits_of_ddp() -> None:
     """No module, so nothing to hook: step() itself finishes the gathers."""
     run_ranks(2, _against_ddp, Setting(model="mlp", by_name=True, num_steps=6, window=2))
@@ -253,6 +269,7 @@ def _assert_equal_masters(opt: LayerwiseOptimizer, reference: MasterReference) -
         (3, Setting(model="gpt", dtype=torch.bfloat16, num_steps=8, recipe=Recipe(nesterov=False))),
         (2, Setting(model="mlp", dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, window=2, num_steps=8)),
         (2, Setting(model="mlp", dtype=torch.float16, num_steps=8, window=2)),
+        (3, Setting(model="gpt", dtype=torch.bfloat16, num_steps=6, window=2, grad_memory="sharded")),
     ],
     ids=lambda value: f"{value}-{value.dtype}-{value.reduce_dtype}" if isinstance(value, Setting) else str(value),
 )

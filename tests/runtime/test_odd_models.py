@@ -135,7 +135,8 @@ def _fuzz(seed: int) -> None:
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     model = Branches()
     reference = copy.deepcopy(model)
-    opt = wrap(model, bucket_numel=shared.choice([1, 150, None]), weight_decay=0.1, overlap=shared.random() < 0.7)
+    layout = {"bucket_numel": shared.choice([1, 150, None]), "grad_memory": shared.choice(["full", "sharded"])}
+    opt = wrap(model, weight_decay=0.1, overlap=shared.random() < 0.7, **layout)
     pair = TorchPair(reference, weight_decay=0.1)
     for step in range(8):
         if shared.random() < 0.2:  # all ranks alike: a window that is thrown away

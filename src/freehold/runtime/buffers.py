@@ -9,12 +9,14 @@ end of its last slot; the padding that other ranks' taller shards force on a buc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freehold.plan import Bucket, Slot
 from freehold.runtime.comm import Comm, Pending
+from freehold.runtime.gradients import GradientBuffer
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.phases import GradPhase, WeightPhase
 
@@ -27,19 +29,20 @@ class BucketMemory:
 
     Attributes:
         weights: ``(numel,)`` in the params' dtype; the Parameters are views of it.
-        grads: ``(numel,)`` in the reduction dtype.
         own_weights: This rank's shard of ``weights``, up to the end of its last slot.
-        own_grads: This rank's shard of ``grads``, up to the end of its last slot.
         master: What the rules update: ``own_weights`` itself for fp32 and fp64, else an fp32 copy.
-        state: The rules' state by field name, each like ``master``.
+        state: The rules' state by element, by field name, each like ``master``.
+        row_state: Their state by row: one value per matrix row of the own slots, in offset order, each ``(rows,)``.
+        per_matrix: Their state in objects: one dict per matrix of the own slots, in offset order; empty if no rule
+            keeps objects.
     """
 
     weights: Tensor
-    grads: Tensor
     own_weights: Tensor
-    own_grads: Tensor
     master: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
+    row_state: dict[str, Tensor] = field(default_factory=dict)
+    per_matrix: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -50,7 +53,8 @@ class BucketBuffers:
         bucket: The plan.
         params: Its params, by address.
         owned: The slots on this rank, by offset.
-        memory: Its tensors.
+        memory: Its weights, masters and state.
+        grads: Its gradients.
         grad_phase: See ``GradPhase``.
         weight_phase: See ``WeightPhase``.
         missing: Gradients that the current pass still waits for.
@@ -63,6 +67,7 @@ class BucketBuffers:
     params: tuple[ManagedParam, ...]
     owned: tuple[Slot, ...]
     memory: BucketMemory
+    grads: GradientBuffer
     grad_phase: GradPhase = GradPhase.IDLE
     weight_phase: WeightPhase = WeightPhase.READY
     missing: int = 0
@@ -74,6 +79,21 @@ class BucketBuffers:
     def index(self) -> int:
         """The bucket's index in the layout."""
         return self.bucket.index
+
+    def open_grads(self) -> None:
+        """Have memory for gradients, and let every param see its part."""
+        if self.grads.open():
+            self.show_grads()
+
+    def show_grads(self) -> None:
+        """Let every param see its part of the gradients as they lie now."""
+        flat, shard_numel = self.grads.flat, self.bucket.shard_numel
+        for p in self.params:
+            if flat is None:
+                p.grad_view = None
+            else:
+                start = p.slots[0].rank * shard_numel + p.slots[0].offset
+                p.grad_view = flat[start : start + p.param.numel()].view(p.param.shape)
 
     @property
     def master_is_copy(self) -> bool:
@@ -91,16 +111,13 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def allocate_weights(
-    bucket: Bucket, params: list[tuple[int, torch.nn.Parameter]], comm: Comm, reduce_dtype: torch.dtype
-) -> BucketMemory:
+def allocate_weights(bucket: Bucket, params: list[tuple[int, torch.nn.Parameter]], comm: Comm) -> BucketMemory:
     """Pack a bucket's params into flat memory, take group rank 0's values, and point the Parameters at it.
 
     Args:
         bucket: The plan.
         params: Start in the bucket's address space and Parameter, one pair each.
         comm: The group; the call is collective.
-        reduce_dtype: Dtype of the gradient buffer.
     """
     first = params[0][1]
     weights = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
@@ -109,15 +126,12 @@ def allocate_weights(
         view.copy_(param.detach())
         param.data = view
     comm.broadcast_(weights)
-    grads = torch.zeros(bucket.numel, dtype=reduce_dtype, device=first.device)
     owned = bucket.slots_of_rank(comm.rank)
     extent = owned[-1].offset + owned[-1].numel if owned else 0
     own_weights = comm.own_shard(weights)[:extent]
     wanted = master_dtype(first.dtype)
     return BucketMemory(
         weights=weights,
-        grads=grads,
         own_weights=own_weights,
-        own_grads=comm.own_shard(grads)[:extent],
         master=own_weights if wanted == first.dtype else own_weights.to(wanted),
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from freehold.plan import Layout, rank_costs
+from torch import Tensor
+
+from freehold.plan import Layout, flop_costs, rank_costs
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.comm import Comm
+from freehold.runtime.gradients import GradMemory, forecast
 from freehold.runtime.routing import NamedParam, Route
 
 _MAX_RANK_LINES = 16
@@ -21,7 +24,8 @@ class MemoryReport:
 
     Attributes:
         param_bytes: Weights of all buckets, padding included.
-        grad_bytes: Gradients of all buckets, padding included.
+        grad_bytes: Gradients of all buckets, padding included; with ``grad_memory="sharded"`` the owned parts, and the
+            buffers that were needed at once.
         master_bytes: fp32 copies of the owned low-precision weights.
         state_bytes: State of the rules for what this rank owns.
     """
@@ -41,10 +45,21 @@ def measure_memory(buckets: Sequence[BucketBuffers]) -> MemoryReport:
     """The bytes really held, from the tensors."""
     return MemoryReport(
         param_bytes=sum(b.memory.weights.nbytes for b in buckets),
-        grad_bytes=sum(b.memory.grads.nbytes for b in buckets),
+        grad_bytes=_grad_bytes(buckets),
         master_bytes=sum(b.memory.master.nbytes for b in buckets if b.master_is_copy),
-        state_bytes=sum(tensor.nbytes for b in buckets for tensor in b.memory.state.values()),
+        state_bytes=sum(_state_bytes(b) for b in buckets),
     )
+
+
+def _grad_bytes(buckets: Sequence[BucketBuffers]) -> int:
+    pool = buckets[0].grads.pool
+    return sum(b.grads.nbytes for b in buckets) + (0 if pool is None else pool.held_bytes())
+
+
+def _state_bytes(bucket: BucketBuffers) -> int:
+    memory = bucket.memory
+    objects = [value for kept in memory.per_matrix for value in kept.values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in (*memory.state.values(), *memory.row_state.values(), *objects))
 
 
 def predict_memory(
@@ -54,6 +69,7 @@ def predict_memory(
     state_fields: dict[str, int],
     itemsizes: dict[str, int],
     grad_itemsize: int = 4,
+    grad_memory: GradMemory = "full",
 ) -> MemoryReport:
     """The bytes that a rank will hold, from the layout alone.
 
@@ -64,6 +80,7 @@ def predict_memory(
             AdamW).
         itemsizes: Bytes an element of each dtype in the layout.
         grad_itemsize: Bytes an element of the reduction dtype.
+        grad_memory: As for ``LayerwiseOptimizer``; with ``"sharded"``, for gradients that arrive in backward order.
     """
     params = grads = masters = state = 0
     for bucket in layout.buckets:
@@ -71,14 +88,19 @@ def predict_memory(
         owned = bucket.slots_of_rank(rank)
         extent = owned[-1].offset + owned[-1].numel if owned else 0
         params += bucket.numel * itemsize
-        grads += bucket.numel * max(grad_itemsize, 8 if itemsize == 8 else 0)
+        held = bucket.numel if grad_memory == "full" else extent
+        grads += held * max(grad_itemsize, 8 if itemsize == 8 else 0)
         masters += extent * 4 if itemsize < 4 else 0
         state += extent * max(4, itemsize) * state_fields[bucket.mode]
+    if grad_memory == "sharded":
+        grads += forecast(layout, itemsizes, grad_itemsize=grad_itemsize).pool_bytes
     return MemoryReport(param_bytes=params, grad_bytes=grads, master_bytes=masters, state_bytes=state)
 
 
-def describe(layout: Layout, routes: Sequence[Route], frozen: Sequence[NamedParam], comm: Comm) -> str:
-    """A table of every param's rule, owner and bucket, then each bucket and each rank in a line.
+def describe(
+    layout: Layout, routes: Sequence[Route], frozen: Sequence[NamedParam], buckets: Sequence[BucketBuffers], comm: Comm
+) -> str:
+    """A table of every param's rule, owner and bucket, then each bucket and each rank in a line, then the memory.
 
     Flat params are spread over ranks; their owner column shows the range.
     """
@@ -91,7 +113,34 @@ def describe(layout: Layout, routes: Sequence[Route], frozen: Sequence[NamedPara
         rows.append((r.named.name, shape, r.kind, r.reason, str(bucket), ranks))
         rows += [(alias, shape, r.kind, f"tied to {r.named.name}", str(bucket), ranks) for alias in r.named.aliases]
     rows += [(item.name, "x".join(map(str, item.param.shape)), "none", "frozen", "-", "-") for item in frozen]
-    return "\n".join([*_columns(rows), "", *_bucket_lines(layout), "", *_rank_lines(layout, comm)])
+    lines = [
+        *_columns(rows),
+        "",
+        *_bucket_lines(layout),
+        "",
+        *_rank_lines(layout, comm),
+        "",
+        _memory_line(layout, buckets),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_line(layout: Layout, buckets: Sequence[BucketBuffers]) -> str:
+    report = measure_memory(buckets)
+    parts = {
+        "weights": report.param_bytes,
+        "gradients": report.grad_bytes,
+        "masters": report.master_bytes,
+        "state": report.state_bytes,
+    }
+    held = ", ".join(f"{what} {size / 2**20:,.1f} MiB" for what, size in parts.items())
+    if buckets[0].grads.pool is None:
+        return f"this rank holds {held}"
+    itemsizes = {b.bucket.dtype: b.memory.weights.itemsize for b in buckets}
+    itemsize = max(b.grads.dtype.itemsize for b in buckets)
+    peak = forecast(layout, itemsizes, grad_itemsize=itemsize).peak_bytes
+    own = sum(b.grads.own.nbytes for b in buckets)
+    return f"this rank holds {held}; in backward, gradients take up to {(own + peak) / 2**20:,.1f} MiB"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -112,7 +161,7 @@ def _bucket_lines(layout: Layout) -> list[str]:
 
 
 def _rank_lines(layout: Layout, comm: Comm) -> list[str]:
-    costs = rank_costs(layout)
+    costs = rank_costs(layout, flop_costs(layout.params))
     whole = sum(costs) or 1
     if len(costs) > _MAX_RANK_LINES:
         spread = (

@@ -38,14 +38,14 @@ def global_norm(buckets: Sequence[BucketBuffers], norm_type: float, comm: Comm) 
     Every rank adds the same partial sums in the same order, so the bits agree. A param's own sum is taken as torch
     takes it, slot by slot in the reduction dtype; the sums are added in float64.
     """
-    grads = [b.memory.own_grads[slot.offset : slot.offset + slot.numel] for b in buckets for slot in b.owned]
+    grads = [b.grads.own[slot.offset : slot.offset + slot.numel] for b in buckets for slot in b.owned]
     norms = [torch.linalg.vector_norm(grad, norm_type).double() for grad in grads]
     local = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64)
     if not bool(torch.isfinite(local).all()):  # squares above 1e38 overflow in fp32 although the gradient is finite
         local = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads]).cpu()
     partial = torch.linalg.vector_norm(local, norm_type).reshape(1)
     total = torch.linalg.vector_norm(comm.exchange(partial).flatten(), norm_type)
-    first = buckets[0].memory.grads
+    first = buckets[0].grads.own
     return total.to(dtype=torch.float64 if first.dtype == torch.float64 else torch.float32, device=first.device)
 
 
@@ -53,13 +53,13 @@ def scale_gradients(buckets: Sequence[BucketBuffers], norm: Tensor, max_norm: fl
     """Multiply the owned gradients by ``min(1, max_norm / (norm + 1e-6))``, as torch's ``clip_grad_norm_`` does."""
     coefficient = torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0)
     for bucket in buckets:
-        bucket.memory.own_grads.mul_(coefficient.to(bucket.memory.own_grads.dtype))
+        bucket.grads.own.mul_(coefficient.to(bucket.grads.own.dtype))
 
 
 def all_finite(buckets: Sequence[BucketBuffers], comm: Comm) -> bool:
     """Whether every gradient that any rank owns is finite; the same answer everywhere."""
-    # The maximum norm is one pass without a temporary, and inf and NaN come through it.
-    peaks = [torch.linalg.vector_norm(b.memory.own_grads, math.inf) for b in buckets if b.owned]
+    # One vectorised pass without a temporary, and inf and NaN come through it.
+    peaks = [peak for b in buckets if b.owned for peak in torch.aminmax(b.grads.own)]
     bad = bool(peaks) and not bool(torch.isfinite(torch.stack([p.double() for p in peaks])).all())
     return int(comm.max_(torch.tensor([bad], dtype=torch.uint8))) == 0
 
@@ -70,5 +70,5 @@ def nonfinite_names(buckets: Sequence[BucketBuffers]) -> list[str]:
         slot.name
         for b in buckets
         for slot in b.owned
-        if not bool(torch.isfinite(b.memory.own_grads[slot.offset : slot.offset + slot.numel]).all())
+        if not bool(torch.isfinite(b.grads.own[slot.offset : slot.offset + slot.numel]).all())
     ]

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +14,35 @@ from torch import Tensor, nn
 from freehold.errors import (
     LifecycleError,
     NonFiniteGradientError,
-    PlanTypeError,
-    UnsupportedError,
+    PeerError,
 )
-from freehold.plan import Layout, Policy
+from freehold.plan import Costs, Layout, Policy
 from freehold.rules import Rule
 from freehold.runtime import norms
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.comm import make_comm
 from freehold.runtime.consensus import Settled, StepConsensus
-from freehold.runtime.describe import MemoryReport, describe, measure_memory
+from freehold.runtime.early import EarlyUpdater
+from freehold.runtime.faults import FaultHandling, collective
 from freehold.runtime.gatherer import WeightGatherer
+from freehold.runtime.gradients import GradMemory
 from freehold.runtime.guard import StaleReadGuard
 from freehold.runtime.hooks import HookSet, is_compiled
+from freehold.runtime.inspection import Inspection
 from freehold.runtime.log import FlightLog
+from freehold.runtime.loss_scaling import LossScaling
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.reducer import GradientReducer
 from freehold.runtime.registry import claim, next_stripe, release
 from freehold.runtime.routing import Group
 from freehold.runtime.setup import Options, agreed_blueprint, build, check_param_groups, resolve_group
 from freehold.runtime.update import refresh_masters, update_bucket
+from freehold.runtime.verify import verify_ranks
 
 __all__ = ["LayerwiseOptimizer"]
 
-_OPERATIONS = {"step": 1, "clip_grad_norm_": 2}
 
-
-class LayerwiseOptimizer(torch.optim.Optimizer):
+class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` in which every matrix is owned outright by one rank.
 
     Gradients are averaged over the group bucket by bucket while backward runs; each rank updates only what it owns;
@@ -70,7 +72,18 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         reduce_dtype: Dtype in which gradients are accumulated and summed (float64 for float64 params).
         overlap: Gather weights during the next forward; if false, ``step`` returns with all weights current.
         on_nonfinite: What ``step`` does about inf or NaN in a gradient, on all ranks alike: ``"raise"``, or ``"skip"``
-            the step with a warning. Either way nothing is updated.
+            the step with a warning, and either way nothing is updated; ``"ignore"`` does not look.
+        grad_memory: ``"full"`` keeps a gradient buffer for every bucket. ``"sharded"`` frees a bucket's after its
+            reduction, but for the part that this rank owns: less memory, a little more work; ``p.grad`` is then never
+            zeros, ``zero_grad(set_to_none=False)`` sets ``None`` too.
+        early_update: Update what this rank owns during backward already, as reductions end; the results have the same
+            bits. It needs ``on_nonfinite="ignore"``, one synchronising backward a window, and no clipping; gradients
+            can then not be discarded.
+        costs: What a matrix of each shape costs, to balance by, equal on all ranks: ``CostModel.table(...)`` of one of
+            them, say. ``None`` counts the flops of Newton-Schulz.
+        timeout_s: The longest that this rank waits for another, in seconds; then it raises ``PeerError``. ``None`` for
+            the process group's own (gloo: 30 minutes). nccl's watchdog has the group's, whatever is given here.
+        verify_every: Call ``verify()`` at the end of every such step; by default never. It waits for all weights.
 
     Attributes:
         layout: The plan, a ``freehold.plan.Layout``.
@@ -106,6 +119,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         on_nonfinite: str = "raise",
+        grad_memory: GradMemory = "full",
+        early_update: bool = False,
+        costs: Costs | None = None,
+        timeout_s: float | None = None,
+        verify_every: int | None = None,
     ) -> None:
         group = resolve_group(process_group)
         rules = {"matrix": matrix, "elementwise": elementwise}
@@ -117,12 +135,18 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             reduce_dtype=reduce_dtype,
             on_nonfinite=on_nonfinite,
             overlap=overlap,
+            grad_memory=grad_memory,
+            early_update=early_update,
+            costs=costs,
+            timeout_s=timeout_s,
+            verify_every=verify_every,
         )
         self._sealed = False
         self._closed = False
         self._options = options
         self._blueprint = agreed_blueprint(model_or_named_params, options, group)
-        self._comm = make_comm(group, self._blueprint.routes[0].named.param.device, next_stripe(group))
+        device = self._blueprint.routes[0].named.param.device
+        self._comm = make_comm(group, device, next_stripe(group), timeout_s)
         params, buckets = build(self._blueprint, options, self._comm)
         super().__init__(self._blueprint.param_groups, _defaults(options))
         self._start(params, buckets)
@@ -132,6 +156,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         module = self._blueprint.module
         self.layout: Layout = self._blueprint.layout
         self.num_skipped_steps = 0
+        self._num_unverified_steps = 0
         self._update_error: Exception | None = None
         self._params = params
         self._group_kinds = tuple(group["rule"] for group in self.param_groups)
@@ -139,6 +164,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._buckets = buckets
         self._by_name = {p.name: p for p in params}
         self._log = FlightLog()
+        self._comm.watch.attach(self._log, [[p.name for p in bucket.params] for bucket in buckets], self._progress)
         self._reducer = GradientReducer(params, buckets, self._comm, self._log)
         self._gatherer = WeightGatherer(buckets, self._comm, self._log)
         self._guard = StaleReadGuard(self._gatherer)
@@ -148,12 +174,18 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._overlaps = self._options.overlap and module is not None and not is_compiled(module)
         named = [r.named for r in self._blueprint.routes]
         self._consensus = StepConsensus(params, buckets, self._frozen, self._reducer, self._comm)
+        self._early = EarlyUpdater(
+            self._by_name, self._gatherer, lambda: self.param_groups, self._options.rules, params[0].param.device
+        )
+        if self._options.early_update:
+            self._reducer.on_reduced = self._early.update
         self._hooks = HookSet(module, params, self._reducer, self._gatherer, self._guard)
         claim(named, self)
 
     # ---- the training loop -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @collective
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is left, update what this rank owns, and send the new weights round. Collective.
 
@@ -167,7 +199,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             NonFiniteGradientError: A gradient holds inf or NaN (with ``on_nonfinite="raise"``); nothing was updated.
             ConsistencyError: Ranks disagree about the window or the options, or one of them failed; on all ranks.
             RuleError: A param group was given an option that its rule cannot work with; on all ranks.
-            LifecycleError: Closed; a param was thawed or moved; ``p.grad`` was replaced after its reduction.
+            LifecycleError: Closed; a param was thawed or moved; ``p.grad`` was replaced after its reduction; a rank was
+                lost before.
+            PeerError: A rank died, or did not answer in ``timeout_s``. From then on only ``close`` works.
         """
         self._refuse_if_closed()
         value, error = None, None
@@ -179,7 +213,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 error = found
         settled = self._settle("step", error)
         self.synchronize()
-        if not norms.all_finite(self._buckets, self._comm):
+        if self._options.on_nonfinite != "ignore" and not norms.all_finite(self._buckets, self._comm):
             self._refuse_nonfinite()
             return value
         self._update(settled)
@@ -191,9 +225,15 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._gatherer.wait_all()
         elif self._gatherer.busy:
             self._guard.install()
+        self._num_unverified_steps += 1
+        if self._num_unverified_steps == self._options.verify_every:
+            self._num_unverified_steps = 0
+            self.synchronize()
+            verify_ranks(self)
         return value
 
     @torch.no_grad()
+    @collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the averaged gradients so that their norm is at most ``max_norm``. Collective; call it before ``step``.
 
@@ -214,6 +254,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             norms.check_norm_arguments(max_norm, norm_type)
         except (ValueError, TypeError) as found:
             error = found
+        if self._options.early_update and error is None:
+            error = LifecycleError("gradients cannot be clipped with early_update=True: weights may have been updated")
         self._settle("clip_grad_norm_", error)
         norm = norms.global_norm(self._buckets, float(norm_type), self._comm)
         if bool(torch.isfinite(norm)):
@@ -227,6 +269,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             set_to_none: Set ``p.grad`` to ``None``; if false, to zeros where it is a view of the bucket.
         """
         self._refuse_if_closed()
+        if self._early.done:
+            raise LifecycleError(
+                "weights have been updated with these gradients (early_update=True): call step() first"
+            )
         with torch.no_grad():
             self._reducer.end_window(set_to_none=set_to_none)
 
@@ -248,40 +294,27 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Finish what is under way, take off all hooks and give the params back. Collective; further calls do nothing.
 
-        The params keep their values and can be wrapped again.
+        The params keep their values and can be wrapped again. After a ``PeerError`` nothing is waited for, and weights
+        that were on their way may be those of the step before.
         """
         if self._closed:
             return
-        with torch.no_grad():
-            self._reducer.end_window()
-        self.synchronize()
-        self._hooks.remove()
-        release([r.named for r in self._blueprint.routes], self)
-        self._closed = True
-
-    # ---- looking inside ----------------------------------------------------------------------------------------------
-
-    def describe(self) -> str:
-        """Every param's rule, owner and bucket, the padding, and each rank's share of the work, as text."""
-        return describe(self.layout, self._blueprint.routes, self._frozen, self._comm)
-
-    def memory(self) -> MemoryReport:
-        """The bytes that this rank holds, from the tensors themselves."""
-        return measure_memory(self._buckets)
-
-    def reduced_grads(self) -> Iterator[tuple[str, int, Tensor]]:
-        """The averaged gradients that this rank owns: reduced by ``clip_grad_norm_``, consumed by ``step``.
-
-        Yields:
-            The param's name, the first element of the piece in the flattened param, and the piece ``(n,)``, a view.
-        """
-        for bucket in self._buckets:
-            for slot in bucket.owned:
-                yield slot.name, slot.start, bucket.memory.own_grads[slot.offset : slot.offset + slot.numel]
+        try:
+            if self._comm.watch.failure is None:
+                with torch.no_grad():
+                    self._reducer.end_window()
+                self.synchronize()
+        finally:
+            self._guard.remove()
+            self._hooks.remove()
+            release([r.named for r in self._blueprint.routes], self)
+            self._comm.watch.detach()
+            self._closed = True
 
     # ---- one step, in parts ------------------------------------------------------------------------------------------
 
     def _settle(self, operation: str, error: Exception | None) -> Settled:
+        self._update_error = self._update_error or self._early.error
         if error is None and self._update_error is not None:
             error = LifecycleError(
                 f"the update of an earlier step failed half-way ({self._update_error}); start again from a checkpoint"
@@ -291,7 +324,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 check_param_groups(self.param_groups, self._group_kinds, self._options.rules)
             except Exception as found:
                 error = found
-        return self._consensus.settle(operation, self.param_groups, error)
+        return self._consensus.settle(operation, self.param_groups, error, single_pass=self._options.early_update)
 
     def _refuse_nonfinite(self) -> None:
         names = [name for found in self._comm.gather_objects(norms.nonfinite_names(self._buckets)) for name in found]
@@ -306,7 +339,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         warnings.warn(
             f"step skipped on all ranks ({self.num_skipped_steps} so far): "
             f"the averaged gradient of {shown} holds inf or NaN",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def _update(self, settled: Settled) -> None:
@@ -316,19 +349,21 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if written:
                 refresh_masters(bucket, self._by_name, written)
             indices = {p.index for p in bucket.params}
-            if indices & used:
+            if indices & used and bucket.index not in self._early.done:
                 try:
                     update_bucket(bucket, self._by_name, used, self.param_groups, self._options.rules)
                 except Exception as error:  # the peers wait for this bucket's weights: send them, then raise
                     self._update_error = self._update_error or error
             if indices & (used | written):
                 self._gatherer.launch(bucket)
+        self._early.finish()
         for index in used:
             self._params[index].num_steps += 1
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise LifecycleError("this optimizer was closed")
+        self._comm.watch.refuse_after_failure()
 
     # ---- what torch.optim.Optimizer offers and we do not -------------------------------------------------------------
 
@@ -344,40 +379,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def state_dict(self) -> NoReturn:
-        """Not offered yet: this rank holds only its part of the state, which must not be mistaken for the whole.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError(
-            "state_dict() is not supported yet: each rank holds only the state of the matrices it owns"
-        )
-
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Not offered yet; see ``state_dict``.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError("load_state_dict() is not supported yet")
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        # GradScaler.step asks for this first. It unscales p.grad, which here is a placeholder.
-        raise UnsupportedError(
-            "torch.amp.GradScaler is not supported yet; train in bfloat16, which needs no loss scaling"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise PlanTypeError("a LayerwiseOptimizer cannot be copied: it owns hooks and a share of the group's state")
-
-    def __reduce__(self) -> NoReturn:
-        raise PlanTypeError("a LayerwiseOptimizer cannot be pickled: it owns hooks and a share of the group's state")
-
 
 def _abandon(gatherer: WeightGatherer, guard: StaleReadGuard) -> None:
-    gatherer.wait_all()
+    with contextlib.suppress(PeerError, LifecycleError):  # a rank was lost: there is nothing to wait for
+        gatherer.wait_all()
     guard.remove()
 
 

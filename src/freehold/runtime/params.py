@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from freehold.plan import Slot
+from freehold.runtime.marker import make_marker
 
 __all__ = ["ManagedParam"]
 
@@ -30,8 +31,11 @@ class ManagedParam:
         bucket: Index of its bucket.
         slots: Its pieces, by address.
         matrix_shape: ``(M, N)`` of the matrices it consists of, or ``None`` for elements.
-        grad_view: Its part of the bucket's gradients, in the param's shape and the reduction dtype.
+        grad_dtype: The reduction dtype.
+        grad_view: Its part of the bucket's gradients, in the param's shape and the reduction dtype; ``None`` while the
+            bucket has no memory for them, see [Note: Gradient memory].
         filled: ``grad_view`` holds gradient that has not been launched yet.
+        waits: ``p.grad`` itself holds that gradient, because the bucket has no memory yet.
         arrived: A gradient arrived in this window and was not thrown away.
         in_pass: A gradient arrived in the current pass.
         adds: The gradient that autograd is about to deliver adds to what ``grad_view`` holds.
@@ -46,14 +50,17 @@ class ManagedParam:
     bucket: int
     slots: tuple[Slot, ...]
     matrix_shape: tuple[int, int] | None
-    grad_view: Tensor
+    grad_dtype: torch.dtype
+    grad_view: Tensor | None = None
     filled: bool = False
+    waits: bool = False
     arrived: bool = False
     in_pass: bool = False
     adds: bool = False
     version: int = 0
     num_steps: int = 0
     _marker: Tensor = field(init=False)
+    _nan: Tensor = field(init=False)
     _marker_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,18 +69,18 @@ class ManagedParam:
     @property
     def viewable(self) -> bool:
         """Whether ``p.grad`` may be the bucket's own memory: only where the reduction dtype is the param's."""
-        return self.grad_view.dtype == self.param.dtype
+        return self.grad_dtype == self.param.dtype
 
     def mark(self) -> None:
         """Let ``p.grad`` say that the gradient is in the bucket."""
-        like = (self._marker.dtype, self._marker.device) == (self.param.dtype, self.param.device)
-        if self._marker._version != self._marker_version or not like:  # not like: model.to(...), refused at step
+        like = (self._nan.dtype, self._nan.device) == (self.param.dtype, self.param.device)
+        if self._nan._version != self._marker_version or not like:  # not like: model.to(...), refused at step
             self._renew_marker()
         self.param.grad = self._marker
 
     def marked(self) -> bool:
         """Whether ``p.grad`` is the marker as it was set."""
-        return self.param.grad is self._marker and self._marker._version == self._marker_version
+        return self.param.grad is self._marker and self._nan._version == self._marker_version
 
     def unmark(self) -> None:
         """Take the marker away, zeroed or not: autograd would add to it in place, which an expanded tensor refuses."""
@@ -88,9 +95,8 @@ class ManagedParam:
     def thrown_away(self) -> bool:
         """Whether the user discarded this window's gradient, in either of the two ways of ``zero_grad``."""
         grad = self.param.grad
-        return grad is None or (grad is self._marker and self._marker._version != self._marker_version)
+        return grad is None or (grad is self._marker and self._nan._version != self._marker_version)
 
     def _renew_marker(self) -> None:
-        nan = torch.full((), float("nan"), dtype=self.param.dtype, device=self.param.device)
-        self._marker = nan.expand(self.param.shape)
-        self._marker_version = self._marker._version
+        self._marker, self._nan = make_marker(self.param)
+        self._marker_version = self._nan._version

@@ -8,6 +8,7 @@ gradients arrive.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from freehold.errors import LifecycleError, UnsupportedError
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.comm import Comm
+from freehold.runtime.gradients import IN_FLIGHT
 from freehold.runtime.log import FlightLog
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.phases import GradPhase, move
@@ -41,6 +43,9 @@ class WindowState:
 class GradientReducer:
     """Fills buckets with gradients and reduces them; holds no weights and knows no rule.
 
+    ``syncing`` is false inside ``no_sync()``; ``on_reduced`` is called with each bucket whose reduction ends inside a
+    backward.
+
     Args:
         params: All managed params, in model order.
         buckets: All buckets, in bucket order.
@@ -50,10 +55,14 @@ class GradientReducer:
 
     def __init__(self, params: list[ManagedParam], buckets: list[BucketBuffers], comm: Comm, log: FlightLog) -> None:
         self.syncing = True
+        self.on_reduced: Callable[[BucketBuffers], None] | None = None
         self._params = params
         self._buckets = buckets
         self._comm = comm
         self._log = log
+        self._limit = comm.max_in_flight
+        if any(bucket.grads.pool is not None for bucket in buckets):
+            self._limit = IN_FLIGHT if self._limit is None else min(self._limit, IN_FLIGHT)
         self._in_flight: deque[BucketBuffers] = deque()
         self._pass_open = False
         self._next_launch = 0
@@ -101,22 +110,35 @@ class GradientReducer:
                 f"param {p.name!r} received a gradient of layout {None if grad is None else grad.layout}; "
                 "only dense gradients are supported (for embeddings: sparse=False)"
             )
-        self._store(p, grad)
-        if not self._in_pass():
-            p.param.grad = p.grad_view if p.viewable else None
-            if not p.viewable:
-                p.mark()
-            return
-        p.mark()
+        if self._in_pass() and self._buckets[p.bucket].grads.flat is None:
+            self._leave_waiting(p)
+        else:
+            self._store(p, grad)
+            if not self._in_pass():
+                p.param.grad = p.grad_view if p.viewable else None
+                if not p.viewable:
+                    p.mark()
+                return
+            p.mark()
         if not p.in_pass:
             p.in_pass = True
             self._buckets[p.bucket].missing -= 1
             self._launch_complete()
 
-    def _store(self, p: ManagedParam, grad: Tensor) -> None:
-        bucket = self._buckets[p.bucket]
+    def _leave_waiting(self, p: ManagedParam) -> None:
+        """The bucket has no memory yet: the gradient stays where autograd put it until the bucket is complete."""
+        self._begin_filling(self._buckets[p.bucket])
+        p.waits = p.filled = p.arrived = True
+
+    def _begin_filling(self, bucket: BucketBuffers) -> None:
         if bucket.grad_phase is GradPhase.IDLE:
             bucket.grad_phase = move(bucket.grad_phase, GradPhase.FILLING)
+
+    def _store(self, p: ManagedParam, grad: Tensor) -> None:
+        bucket = self._buckets[p.bucket]
+        self._begin_filling(bucket)
+        bucket.open_grads()
+        assert p.grad_view is not None, f"{bucket.index=} is open"
         if grad is not p.grad_view:
             if p.adds:
                 p.grad_view.add_(grad.detach())
@@ -129,6 +151,16 @@ class GradientReducer:
         self._watched_task = -1
         if self._pass_open:
             self._end_pass()
+
+    def progress(self) -> str:
+        """How far this rank is, in words, for messages; may be called at any moment."""
+        counts = f"passes in this window: {self._passes}, before it: {self._passes_before}"
+        index = self._next_launch
+        if not self._pass_open or index >= len(self._buckets):
+            return f"between backwards; {counts}"
+        names = [p.name for p in self._buckets[index].params if p.param.requires_grad and not p.in_pass]
+        of = f"{index} of {len(self._buckets)} buckets launched, bucket {index} waits for gradients of {names[:5]}"
+        return f"in a backward: {of}{' and others' if len(names) > 5 else ''}; {counts}"
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
@@ -169,12 +201,13 @@ class GradientReducer:
         ):
             if bucket.grad_phase in (GradPhase.REDUCING, GradPhase.REDUCED):
                 self._reopen(bucket)
+            if self._limit is not None and len(self._in_flight) >= self._limit:
+                self._finish_oldest()
+            bucket.open_grads()
             for p in bucket.params:
                 _ready_for_launch(p)
-            limit = self._comm.max_in_flight
-            if limit is not None and len(self._in_flight) >= limit:
-                self._finish_oldest()
-            bucket.reducing = self._comm.reduce_scatter(bucket.memory.grads, bucket.index)
+            assert bucket.grads.flat is not None, f"{bucket.index=} is open"
+            bucket.reducing = self._comm.reduce_scatter(bucket.grads.flat, bucket.index)
             bucket.grad_phase = move(bucket.grad_phase, GradPhase.REDUCING)
             self._in_flight.append(bucket)
             self._log.add("reduce launched", bucket.index)
@@ -184,13 +217,17 @@ class GradientReducer:
         assert bucket.reducing is not None, f"{bucket.index=} is in flight without a handle"
         bucket.reducing.wait()
         bucket.reducing = None
+        if bucket.grads.keep_own():
+            bucket.show_grads()
         if self._comm.num_ranks > 1:
-            bucket.memory.own_grads.div_(self._comm.num_ranks)
+            bucket.grads.own.div_(self._comm.num_ranks)
         if bucket.carry is not None:
-            bucket.memory.own_grads.add_(bucket.carry)
+            bucket.grads.own.add_(bucket.carry)
             bucket.carry = None
         bucket.grad_phase = move(bucket.grad_phase, GradPhase.REDUCED)
         self._log.add("reduce finished", bucket.index)
+        if self.on_reduced is not None and self._pass_open:
+            self.on_reduced(bucket)
 
     @torch.no_grad()
     def _reopen(self, bucket: BucketBuffers) -> None:
@@ -200,7 +237,7 @@ class GradientReducer:
         if self._window_was_thrown_away():
             self._start_window()
             return
-        bucket.carry = bucket.memory.own_grads.clone()
+        bucket.carry = bucket.grads.own.clone()
         for p in bucket.params:
             if p.arrived and (p.thrown_away() or p.foreign_grad() is not None):
                 p.arrived = False
@@ -277,7 +314,7 @@ class GradientReducer:
             self._finish_oldest()
         self._start_window()
         for p in self._params:
-            if set_to_none or not p.viewable:
+            if set_to_none or not p.viewable or p.grad_view is None:
                 p.param.grad = None
             else:
                 p.grad_view.zero_()
@@ -291,9 +328,11 @@ class GradientReducer:
             while bucket.grad_phase is GradPhase.REDUCING:
                 self._finish_oldest()
             bucket.carry = None
+            if bucket.grads.give_back():
+                bucket.show_grads()
             bucket.grad_phase = move(bucket.grad_phase, GradPhase.IDLE)
         for p in self._params:
-            p.filled = p.arrived = False
+            p.filled = p.arrived = p.waits = False
 
     def _window_was_thrown_away(self) -> bool:
         arrived = [p for p in self._params if p.arrived]
@@ -302,12 +341,15 @@ class GradientReducer:
 
 def _ready_for_launch(p: ManagedParam) -> None:
     """Leave in the bucket what the param contributes, zeros if nothing, and nothing of the bucket in ``p.grad``."""
+    assert p.grad_view is not None, f"the bucket of {p.name} is open"
     if p.filled and p.thrown_away():
         p.filled = p.arrived = False
     if p.filled:
+        if p.waits and p.param.grad is not None:
+            p.grad_view.copy_(p.param.grad)
         p.mark()
     else:
         p.grad_view.zero_()
         if p.param.grad is p.grad_view:
             p.param.grad = None
-    p.filled = False
+    p.filled = p.waits = False

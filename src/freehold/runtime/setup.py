@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from freehold.errors import LifecycleError, PlanError, PlanTypeError, RoutingError, RuleError
-from freehold.plan import Bucket, Layout, ParamSpec, Policy, Slot, plan
+from freehold.plan import Bucket, Costs, Layout, ParamSpec, Policy, Slot, flop_costs, plan
 from freehold.rules import Rule
 from freehold.runtime.agreement import agree
 from freehold.runtime.buffers import BucketBuffers, allocate_weights, reduction_dtype
 from freehold.runtime.comm import Comm, control_comm
 from freehold.runtime.consensus import options_text
+from freehold.runtime.faults import check_timeout
+from freehold.runtime.gradients import GradientBuffer, GradMemory
 from freehold.runtime.params import ManagedParam
+from freehold.runtime.pool import TensorPool
 from freehold.runtime.registry import refuse_claimed
 from freehold.runtime.routing import Group, NamedParam, Route, check_tensors, named_params_of, route
 from freehold.runtime.update import allocate_state
@@ -37,6 +41,11 @@ class Options:
     reduce_dtype: torch.dtype
     on_nonfinite: str
     overlap: bool
+    grad_memory: GradMemory = "full"
+    early_update: bool = False
+    costs: Costs | None = None
+    timeout_s: float | None = None
+    verify_every: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +101,7 @@ def agreed_blueprint(params: object, options: Options, group: dist.ProcessGroup 
         FreeholdError: What any rank found wrong, on all ranks.
         ConsistencyError: The ranks' models or arguments differ.
     """
-    control = control_comm(group)
+    control = control_comm(group, options.timeout_s)
     blueprint, error, values = None, None, {}
     try:
         blueprint = draw_up(params, options, control.num_ranks)
@@ -111,7 +120,11 @@ def _values_to_compare(blueprint: Blueprint, options: Options) -> dict[str, str]
         "param group of each param": repr(blueprint.group_of),
         "reduce_dtype": str(options.reduce_dtype),
         "overlap": str(options.overlap),
+        "verify_every": str(options.verify_every),
         "on_nonfinite": options.on_nonfinite,
+        "grad_memory": str(options.grad_memory),
+        "early_update": str(options.early_update),
+        "timeout_s": str(options.timeout_s),
     }
 
 
@@ -128,19 +141,38 @@ def draw_up(params: object, options: Options, num_ranks: int) -> Blueprint:
     routes = route(module, trainable, list(options.groups))
     _check_rules(routes, options.rules)
     param_groups, group_of = _param_groups(routes, options)
+    _check_params(routes, [param_groups[group] for group in group_of], options.rules)
+    specs = _specs(routes)
     return Blueprint(
         module=module,
         routes=tuple(routes),
         frozen=tuple(frozen),
         param_groups=param_groups,
         group_of=group_of,
-        layout=plan(_specs(routes), num_ranks=num_ranks, bucket_numel=options.bucket_numel, policy=options.policy),
+        layout=plan(
+            specs,
+            num_ranks=num_ranks,
+            bucket_numel=options.bucket_numel,
+            policy=options.policy,
+            costs=flop_costs(specs) if options.costs is None else options.costs,
+        ),
     )
 
 
 def _check_options(options: Options) -> None:
-    if options.on_nonfinite not in ("raise", "skip"):
-        raise PlanError(f"on_nonfinite must be 'raise' or 'skip', got {options.on_nonfinite!r}")
+    check_timeout(options.timeout_s)
+    if options.verify_every is not None and (type(options.verify_every) is not int or options.verify_every < 1):
+        raise PlanError(f"verify_every must be an int of at least 1, or None, got {options.verify_every!r}")
+    if options.grad_memory not in ("full", "sharded"):
+        raise PlanError(f"grad_memory must be 'full' or 'sharded', got {options.grad_memory!r}")
+    if options.on_nonfinite not in ("raise", "skip", "ignore"):
+        raise PlanError(f"on_nonfinite must be 'raise', 'skip' or 'ignore', got {options.on_nonfinite!r}")
+    if options.early_update and options.on_nonfinite != "ignore":
+        raise PlanError(
+            "early_update=True updates weights before all gradients are known, which "
+            f"on_nonfinite={options.on_nonfinite!r} must look at first; pass on_nonfinite='ignore' as well, "
+            "or leave early_update off"
+        )
     if type(options.overlap) is not bool:
         raise PlanTypeError(f"overlap must be a bool, got {options.overlap!r}")
     if not isinstance(options.reduce_dtype, torch.dtype) or not options.reduce_dtype.is_floating_point:
@@ -190,6 +222,21 @@ def _param_groups(routes: Sequence[Route], options: Options) -> tuple[list[dict[
     for r, group in zip(routes, group_of, strict=True):
         param_groups[group]["params"].append(r.named.param)
     return param_groups, group_of
+
+
+def _check_params(routes: Sequence[Route], groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]) -> None:
+    """Check the options of every param against its shape; all that do not fit are named at once."""
+    problems: list[str] = []
+    for r, group in zip(routes, groups, strict=True):
+        shape = r.planned_shape
+        if r.kind == "matrix":
+            shape = shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
+        try:
+            rules[r.kind].check_param(r.named.name, shape, group)
+        except RuleError as error:
+            problems.append(str(error))
+    if problems:
+        raise RuleError("; ".join(problems))
 
 
 def check_param_groups(groups: Sequence[Mapping[str, Any]], kinds: Sequence[str], rules: Mapping[str, Rule]) -> None:
@@ -248,6 +295,7 @@ def build(blueprint: Blueprint, options: Options, comm: Comm) -> tuple[list[Mana
     position = {r.named.name: index for index, r in enumerate(blueprint.routes)}
     matrix_shapes = {spec.name: spec.matrix_shape for spec in blueprint.layout.params}
     buckets: list[BucketBuffers] = []
+    pool = TensorPool()
     for bucket in blueprint.layout.buckets:
         indices = [position[name] for name in dict.fromkeys(slot.name for slot in bucket.slots)]
         first = blueprint.routes[indices[0]].named.param
@@ -256,14 +304,23 @@ def build(blueprint: Blueprint, options: Options, comm: Comm) -> tuple[list[Mana
             bucket,
             [(place.start, place.param) for place in places],
             comm,
-            reduction_dtype(first.dtype, options.reduce_dtype),
         )
+        dtype = reduction_dtype(first.dtype, options.reduce_dtype)
         members = tuple(
-            _managed(place, index, blueprint, matrix_shapes[place.name], memory.grads)
+            _managed(place, index, blueprint, matrix_shapes[place.name], dtype)
             for place, index in zip(places, indices, strict=True)
         )
         owned = bucket.slots_of_rank(comm.rank)
-        buckets.append(BucketBuffers(bucket=bucket, params=members, owned=owned, memory=memory))
+        grads = GradientBuffer(
+            numel=bucket.numel,
+            own_start=comm.rank * bucket.shard_numel,
+            owned=owned,
+            like=memory.weights,
+            dtype=dtype,
+            pool=pool if options.grad_memory == "sharded" else None,
+        )
+        buckets.append(BucketBuffers(bucket=bucket, params=members, owned=owned, memory=memory, grads=grads))
+        buckets[-1].show_grads()
         kinds = sorted({blueprint.routes[index].kind for index in indices})
         allocate_state(buckets[-1], [options.rules[kind] for kind in kinds])
     if blueprint.module is not None:
@@ -290,7 +347,7 @@ def _place(bucket: Bucket, blueprint: Blueprint, index: int) -> _Place:
 
 
 def _managed(
-    place: _Place, index: int, blueprint: Blueprint, matrix_shape: tuple[int, int] | None, grads: Tensor
+    place: _Place, index: int, blueprint: Blueprint, matrix_shape: tuple[int, int] | None, grad_dtype: torch.dtype
 ) -> ManagedParam:
     param = place.param
     return ManagedParam(
@@ -301,6 +358,6 @@ def _managed(
         bucket=blueprint.layout.bucket_of(place.name).index,
         slots=place.slots,
         matrix_shape=matrix_shape,
-        grad_view=grads[place.start : place.start + param.numel()].view(param.shape),
+        grad_dtype=grad_dtype,
         version=param._version,
     )
