@@ -1,19 +1,42 @@
-"""The systems that ``bench_step.py`` compares: those of the training example, and ZeroRedundancyOptimizer."""
+"""The systems that ``bench_step.py`` compares: those of the training example, and further public ones.
+
+``zero-muon``      DistributedDataParallel and ZeroRedundancyOptimizer around torch.optim.Muon and AdamW.
+``muon-fsdp2``     The PyPI package of that name: FSDP2, and a Muon that gathers each matrix on one rank.
+``freehold-auto``  freehold with ``Muon(method="auto")``.
+``freehold-sharded``  freehold with ``Muon(method="auto")`` and ``grad_memory="sharded"``.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
 from freehold import LayerwiseOptimizer
 from systems import OptimizerOptions, StateBytes, System, build_system, held_bytes, split_params, wrap_ddp
 
-__all__ = ["SYSTEM_NAMES", "HeldBytes", "build", "measure_held_bytes"]
+__all__ = ["LABELS", "SYSTEM_NAMES", "HeldBytes", "build", "knows_stacks", "measure_held_bytes", "why_unavailable"]
 
-SYSTEM_NAMES = ("ddp-adamw", "ddp-muon", "zero-muon", "freehold")
+LABELS = {
+    "ddp-adamw": "DDP + torch.optim.AdamW",
+    "ddp-muon": "DDP + torch.optim.Muon",
+    "zero-muon": "DDP + ZeroRedundancyOptimizer(Muon)",
+    "muon-fsdp2": "FSDP2 + muon-fsdp2",
+    "freehold": 'freehold, method="standard"',
+    "freehold-auto": 'freehold, method="auto"',
+    "freehold-sharded": 'freehold, method="auto", grad_memory="sharded"',
+}
+SYSTEM_NAMES = tuple(LABELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +54,45 @@ class HeldBytes:
         return self.weights + self.gradients + self.masters + self.state
 
 
+def knows_stacks(name: str) -> bool:
+    """Whether a system's optimizer takes stacks ``(E, M, N)``; ``torch.optim.Muon`` does not."""
+    return name not in ("ddp-muon", "zero-muon")
+
+
+def why_unavailable(name: str, *, float32_products: bool) -> str | None:
+    """Why a system cannot run on this machine, or ``None``; the same on all ranks.
+
+    Args:
+        name: One of ``SYSTEM_NAMES``.
+        float32_products: Bfloat16 products are to be replaced, which compiled code does not notice.
+    """
+    if name != "muon-fsdp2":
+        return None
+    if importlib.util.find_spec("muon_fsdp2") is None:
+        return 'the package is not installed; pip install "freehold[bench]"'
+    if float32_products:
+        return "it runs compiled code, in which bfloat16 products cannot be replaced by float32 ones"
+    compilers = (os.environ.get("CXX", ""), "g++", "clang++")
+    if not any(compiler and shutil.which(compiler) for compiler in compilers):
+        return "torch.compile, which it uses, finds no C++ compiler; install g++ or set CXX"
+    return None
+
+
 def build(name: str, model: nn.Module) -> System:
     """Wrap ``model``; every system has the same hyperparameters."""
-    options = OptimizerOptions(matrix_lr=0.02, lr=3e-4)
-    return _build_zero(model, options) if name == "zero-muon" else build_system(name, model, options)
+    options = OptimizerOptions(
+        matrix_lr=0.02,
+        lr=3e-4,
+        method="auto" if name in ("freehold-auto", "freehold-sharded") else "standard",
+        grad_memory="sharded" if name == "freehold-sharded" else "full",
+    )
+    if name == "zero-muon":
+        return _build_zero(model, options)
+    if name == "muon-fsdp2":
+        return _build_fsdp2(model, options)
+    if name in ("freehold-auto", "freehold-sharded"):
+        return replace(build_system("freehold", model, options), name=name)
+    return build_system(name, model, options)
 
 
 def measure_held_bytes(system: System) -> HeldBytes:
@@ -48,8 +106,8 @@ def measure_held_bytes(system: System) -> HeldBytes:
             masters=memory.master_bytes,
             state=memory.state_bytes,
         )
-    weights = sum(param.numel() * param.element_size() for param in system.model.parameters())
-    # Gradients are views of DDP's buckets, which have the size of the weights.
+    weights = sum(_local(param).nbytes for param in system.model.parameters())
+    # Gradients are views of DDP's buckets, or FSDP's shards; both have the size of the weights.
     return HeldBytes(weights=weights, gradients=weights, masters=0, state=system.state_bytes().state_bytes)
 
 
@@ -75,3 +133,54 @@ def _build_zero(model: nn.Module, options: OptimizerOptions) -> System:
         return StateBytes(state_bytes=held_bytes(muon.optim) + held_bytes(adamw.optim), master_bytes=0)
 
     return replace(wrap_ddp("zero-muon", model, (muon, adamw)), state_bytes=state_bytes)
+
+
+def _build_fsdp2(model: nn.Module, options: OptimizerOptions) -> System:
+    """Every block and the whole model through ``fully_shard``, the optimizer with the hyperparameters of the others.
+
+    Weights stay gathered from forward to backward (``reshard_after_forward=False``): one collective less, and the other
+    systems keep them too.
+    """
+    from muon_fsdp2 import Muon  # an optional package; why_unavailable looked for it
+
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    matrices, others = split_params(model)  # after sharding, which replaces the Parameters
+    norms = [param for name, param in others.items() if "norm" in name]
+    decayed = [param for name, param in others.items() if "norm" not in name]
+    adam: dict[str, Any] = {"use_muon": False, "lr": options.lr, "betas": (0.9, 0.999), "eps": 1e-8}
+    optimizer = Muon(
+        [
+            {
+                "params": matrices,
+                "use_muon": True,
+                "lr": options.matrix_lr,
+                "weight_decay": options.matrix_weight_decay,
+                "rms_scale": False,
+            },
+            {"params": decayed, "weight_decay": options.weight_decay, **adam},
+            {"params": norms, "weight_decay": 0.0, **adam},
+        ]
+    )
+
+    def state_bytes() -> StateBytes:
+        tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        return StateBytes(state_bytes=sum(_local(tensor).nbytes for tensor in tensors), master_bytes=0)
+
+    return System(
+        name="muon-fsdp2",
+        model=model,
+        forward=model,
+        optimizers=(optimizer,),
+        no_sync=nullcontext,
+        clip_grad_norm=lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
+        settle=dist.barrier,
+        close=lambda: None,
+        state_bytes=state_bytes,
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from freehold.plan.cost import rank_costs
+from freehold.plan.cost import flop_costs, rank_costs
 from freehold.plan.layout import Layout
 from freehold.report import make_drawing, to_html
 from systems import StateBytes
@@ -68,7 +68,7 @@ def layout_lines(layout: Layout) -> list[str]:
     for rule, meaning in (("matrix", "Muon"), ("elementwise", "AdamW")):
         numels = [spec.numel for spec in layout.params if spec.rule == rule and spec.tied_to is None]
         lines.append(row(f"{meaning} params", f"{len(numels)}, together {sum(numels):,} elements"))
-    costs = rank_costs(layout)
+    costs = rank_costs(layout, flop_costs(layout.params))
     shares = " ".join(_percent(cost, max(1, sum(costs)), digits=1) for cost in costs)
     return [*lines, row("Newton-Schulz work", f"{shares} by rank")]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,16 @@ class OptimizerOptions:
         lr: Learning rate of AdamW.
         matrix_weight_decay: Decay of the matrices that Muon updates.
         weight_decay: Decay of what AdamW updates, but for norms and biases, which have none.
+        method: How freehold's Muon orthogonalises matrices; the other systems have one way only.
+        grad_memory: ``"full"`` or ``"sharded"``, for freehold.
     """
 
     matrix_lr: float = 0.02
     lr: float = 3e-3
     matrix_weight_decay: float = 0.01
     weight_decay: float = 0.01
+    method: str = "standard"
+    grad_memory: Literal["full", "sharded"] = "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +123,10 @@ def build_system(name: str, model: nn.Module, options: OptimizerOptions) -> Syst
 def _build_freehold(model: nn.Module, options: OptimizerOptions) -> System:
     optimizer = LayerwiseOptimizer(
         model,
-        matrix=Muon(lr=options.matrix_lr, weight_decay=options.matrix_weight_decay),
+        matrix=Muon(lr=options.matrix_lr, weight_decay=options.matrix_weight_decay, method=options.method),
         elementwise=AdamW(lr=options.lr, weight_decay=options.weight_decay),
         groups=[Group("*norm*", weight_decay=0.0)],
+        grad_memory=options.grad_memory,
     )
 
     def state_bytes() -> StateBytes:
@@ -159,11 +165,11 @@ def wrap_ddp(name: str, model: nn.Module, optimizers: tuple[torch.optim.Optimize
 
 
 def split_params(model: nn.Module, *, matrix_rule: bool = True) -> tuple[list[nn.Parameter], dict[str, nn.Parameter]]:
-    """The 2-D weights inside the blocks, and everything else by name: embedding, head, norms, biases."""
+    """The matrices inside the blocks, and everything else by name: embedding, head, norms, biases."""
     matrices: list[nn.Parameter] = []
     others: dict[str, nn.Parameter] = {}
     for name, param in model.named_parameters():
-        if matrix_rule and param.ndim == 2 and name.startswith("blocks."):
+        if matrix_rule and param.ndim >= 2 and name.startswith("blocks."):
             matrices.append(param)
         else:
             others[name] = param
