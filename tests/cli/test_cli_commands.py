@@ -134,7 +134,10 @@ def test_doctor_exits_with_1_if_something_is_broken(monkeypatch: pytest.MonkeyPa
 def test_doctor_knows_the_extras_of_the_project() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     declared = {
-        (requirement, extra) for extra, packages in extras.items() if extra != "dev" for requirement in packages
+        (requirement, extra)
+        for extra, packages in extras.items()
+        if extra not in ("dev", "bench")
+        for requirement in packages
     }
     known = {
         (f"{package.name}>={'.'.join(map(str, package.oldest))}", package.extra)
