@@ -96,6 +96,15 @@ def test_unmeasured_shapes_get_a_fixed_default(monkeypatch: pytest.MonkeyPatch) 
     assert Calibration().choose(task(64, 128, 8, "meta"), BOTH).form == "gram"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("short", [255, 256])
+@pytest.mark.parametrize("num_matrices", [1, 8])
+def test_gram_and_unmeasured_auto_batch_the_same_matrices(num_matrices: int, short: int, device: str) -> None:
+    default = chooser.default_variant(task(short, 1024, num_matrices, device))
+    gram = select.gram_variant(short, num_matrices, torch.bfloat16, torch.device(device))
+    assert default.batched == gram.batched == (num_matrices > 1 and (device == "cuda" or short < 256))
+
+
 def test_choices_can_be_kept_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     table, other = Calibration(), Calibration()
     chosen = table.choose(task(32, 64, 4), BOTH)

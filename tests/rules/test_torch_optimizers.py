@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import SOAP  # type: ignore[import-untyped]
+from pytorch_optimizer import SOAP, ScheduleFreeSGD  # type: ignore[import-untyped]
 from torch import Tensor
 
 from freehold.errors import RuleError
-from freehold.rules import TorchRule
+from freehold.rules import AdaMuon, AdamW, Muon, TorchRule
 from freehold.rules.nested import flatten, unflatten
 
 
@@ -49,6 +49,7 @@ OPTIMIZERS: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...] = (
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
     (SOAP, {"lr": 0.01, "precondition_frequency": 2}),
     (Shampoo, {"lr": 0.1}),
+    (ScheduleFreeSGD, {"lr": 0.1, "warmup_steps": 3, "foreach": False}),  # counts in options of its group
 )
 EACH = pytest.mark.parametrize(
     ("optimizer_class", "kwargs"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", "")
@@ -118,6 +119,77 @@ def test_what_an_optimizer_keeps_in_its_group_is_kept(flat_params: Any) -> None:
     assert [state["group:step"] for state in flat.per_matrix] == [3, 3]
 
 
+def test_options_that_an_optimizer_counts_in_are_kept_and_lr_is_still_edited(flat_params: Any) -> None:
+    params = [torch.randn(8, 12), torch.randn(3, 6, 10)]
+    flat = flat_params.of(TorchRule(ScheduleFreeSGD, lr=0.1, weight_lr_power=1.0, foreach=False), params)
+    for step, lr in enumerate((0.1, 0.4, 0.2), start=1):
+        flat.options["lr"] = lr
+        flat.update([torch.randn(p.shape) for p in params], step)
+    assert len(flat.per_matrix) == 4
+    for state in flat.per_matrix:
+        assert {name for name in state if name.startswith("group:")} == {
+            "group:step",
+            "group:lr_max",
+            "group:weight_sum",
+        }
+        assert state["group:lr_max"] == 0.4  # reached at step 2, remembered at step 3
+        assert state["group:weight_sum"] == pytest.approx(0.1 + 0.4 + 0.4)
+    assert flat.options["weight_sum"] == 0.0
+
+
+class _Counts(torch.optim.Optimizer):
+    """SGD that counts in options of every kind, in place where it can, and may write its own lr."""
+
+    def __init__(self, params: Any, lr: float | Tensor = 0.5, own_lr: float | None = None) -> None:
+        defaults = {"lr": lr, "weight_decay": 0.0, "own_lr": own_lr, "scale": torch.ones(())}
+        super().__init__(params, {**defaults, "seen": [], "table": {"steps": torch.zeros(2)}, "hook": len})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["scale"].mul_(0.5)
+        group["seen"].append(float(group["scale"]))
+        group["table"]["steps"][0] += 1
+        if group["own_lr"] is not None:
+            group["lr"] = group["own_lr"]
+        for param in group["params"]:
+            param.sub_(param.grad * group["lr"] * group["scale"])
+
+
+def test_options_that_are_changed_in_place_are_kept_for_each_matrix_and_the_rule_is_not_changed(
+    flat_params: Any,
+) -> None:
+    rule = TorchRule(_Counts)
+    flat = flat_params.of(rule, [torch.zeros(8, 8)] * 2)
+    for step in (1, 2, 3):
+        flat.update([torch.ones(8, 8)] * 2, step, cuts=[64] if step == 2 else [])
+    assert torch.equal(flat.param, torch.full((128,), -0.5 * (0.5 + 0.25 + 0.125)))
+    for state in flat.per_matrix:
+        assert [state[f"group:seen/l{i}"] for i in range(3)] == [0.5, 0.25, 0.125]
+        assert state["group:scale"] == 0.125
+        assert torch.equal(state["group:table/dsteps"], torch.tensor([3.0, 0.0]))
+        assert len(state) == 5
+    assert flat.options["scale"] == 1.0
+    assert rule.defaults()["scale"] == 1.0
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)], ids=["float", "tensor"])
+def test_an_lr_that_the_optimizer_changes_itself_is_refused(lr: Any, flat_params: Any) -> None:
+    flat = flat_params.of(TorchRule(_Counts, lr=lr), [torch.zeros(4, 4)])
+    flat.update([torch.ones(4, 4)], 1)
+    flat.options["own_lr"] = 0.25
+    with pytest.raises(RuleError, match=r"_Counts changes its option 'lr' in step\(\), from .*0\.5.* to 0\.25"):
+        flat.update([torch.ones(4, 4)], 2)
+    flat.options["own_lr"] = lr  # written, but to the same value
+    flat.update([torch.ones(4, 4)], 2)
+
+
+def test_labels_tell_optimizers_apart() -> None:
+    assert TorchRule(torch.optim.Muon).label == "TorchRule(Muon)"
+    assert TorchRule(Shampoo, lr=0.5).label == "TorchRule(Shampoo)"
+    assert [rule.label for rule in (Muon(), AdaMuon(), AdamW())] == ["Muon", "AdaMuon", "AdamW"]
+
+
 def test_options_are_the_defaults_that_a_group_can_show() -> None:
     assert TorchRule(Shampoo, lr=0.5).defaults() == {"lr": 0.5, "weight_decay": 0.0, "eps": 1e-4}
     assert repr(TorchRule(Shampoo, lr=0.5)) == "TorchRule(Shampoo, lr=0.5)"
@@ -165,4 +237,11 @@ def test_nested_state_comes_back(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize("state", [{"name": "text"}, {"a": {1: 2}}, {"a": {"b/c": 2}}, {"a": {2}}], ids=str)
 def test_other_state_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(RuleError, match="optimizer state"):
+        flatten(state)
+
+
+@pytest.mark.parametrize("state", [{"exp/avg": 1}, {"ok": 1, "a/l0": torch.ones(2)}, {"/": None}, {3: 1}], ids=str)
+def test_names_that_would_not_come_back_are_refused(state: dict[Any, Any]) -> None:
+    (name,) = state.keys() - {"ok"}
+    with pytest.raises(RuleError, match=f"optimizer state has a name {name!r}: .*string without '/'; rename"):
         flatten(state)

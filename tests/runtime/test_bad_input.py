@@ -13,7 +13,7 @@ from cases import PlainSGD, assert_ranks_agree, data, error_of, everywhere, wrap
 from ranks import run_ranks
 from torch import nn
 
-from freehold import AdamW, Group, LayerwiseOptimizer, Muon
+from freehold import AdamW, Group, LayerwiseOptimizer, Muon, NorMuon
 from freehold.errors import (
     FreeholdError,
     LifecycleError,
@@ -169,6 +169,7 @@ def _differing_arguments() -> None:
     pairs: dict[str, dict[str, Any]] = {
         "param groups": {"matrix": Muon(lr=0.1 + rank)},
         "layout fingerprint": {"bucket_numel": 100 + 400 * rank},
+        "rules": {"matrix": NorMuon() if rank else Muon()},
         "reduce_dtype": {"reduce_dtype": torch.float32 if rank else torch.bfloat16},
         "overlap": {"overlap": bool(rank)},
         "on_nonfinite": {"on_nonfinite": "skip" if rank else "raise"},

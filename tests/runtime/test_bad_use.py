@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,8 @@ from cases import assert_ranks_agree, assert_same, data, error_of, everywhere, s
 from ranks import run_ranks
 from torch import nn
 
-from freehold.errors import (
-    LifecycleError,
-)
+from freehold import AdamW, LayerwiseOptimizer, Muon
+from freehold.errors import LifecycleError, RuleError
 
 
 def _net() -> nn.Sequential:
@@ -339,3 +339,31 @@ def test_params_cannot_be_added_later() -> None:
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
     assert len(opt.param_groups) == num_groups
     opt.close()
+
+
+def _split_edited() -> None:
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+    opt = LayerwiseOptimizer(model, matrix=Muon(), elementwise=None, bucket_numel=1)
+    data_in = torch.ones(2, 8)
+    model[2](model[1](model[0](data_in))).sum().backward()
+    opt.param_groups[0]["split"] = (3, 4)
+    with pytest.raises(RuleError, match=r"split.*7.*8|split.*8.*7"):
+        opt.step()
+    opt.param_groups[0]["split"] = None
+    opt.step()
+    opt.close()
+
+
+def test_a_split_that_is_edited_and_fits_no_param_is_refused_on_every_rank() -> None:
+    run_ranks(2, _split_edited)
+
+
+def test_a_dropped_optimizer_gives_its_params_back_at_once() -> None:
+    model = nn.Linear(8, 8)
+    gc.disable()
+    try:
+        opt = LayerwiseOptimizer(model, matrix=Muon(), elementwise=AdamW())
+        del opt
+        LayerwiseOptimizer(model, matrix=Muon(), elementwise=AdamW()).close()
+    finally:
+        gc.enable()

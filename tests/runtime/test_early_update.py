@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from cases import data
+from cases import assert_ranks_agree, data, everywhere
 from ranks import run_ranks
 from reference import DDPReference, Recipe, assert_equal_params
 from torch import nn
@@ -135,3 +135,111 @@ def test_ignore_lets_a_nan_through() -> None:
     (model(torch.ones(1, 8)).sum() * float("nan")).backward()
     opt.step()
     assert model.weight.isnan().all()
+
+
+class Chain(nn.Module):
+    """Layers one after the other; ``fail_at`` raises in backward before that layer's gradient."""
+
+    def __init__(self, num_layers: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor, fail_at: int | None = None) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == fail_at:
+                x.register_hook(_raise)
+        return x.square()
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise ArithmeticError("half-way")
+
+
+def _chain(**options: Any) -> tuple[Chain, LayerwiseOptimizer]:
+    model = Chain()
+    rules = {"matrix": Recipe().rules()["matrix"], "elementwise": None}
+    return model, LayerwiseOptimizer(model, **rules, **{"bucket_numel": 1, **EARLY, **options})
+
+
+def _between_backward_and_step() -> None:
+    model, opt = _chain()
+    x = data(dist.get_rank(), 2, 8)
+    model(x).sum().backward()
+    assert any(everywhere(bool(opt._early.done)))
+    for call in (opt.state_dict, opt.verify):
+        with pytest.raises(LifecycleError, match=r"call step\(\) first"):
+            call()
+    opt.step()
+    opt.zero_grad()
+    opt.verify()
+    model(x).sum().backward()
+    model.zero_grad()  # torch's own, which nothing can refuse
+    model(x).sum().backward()
+    with pytest.raises(LifecycleError, match="gradients were discarded after weights had been updated"):
+        opt.step()
+
+
+def test_what_lies_between_backward_and_step_is_refused_on_every_rank() -> None:
+    run_ranks(2, _between_backward_and_step)
+
+
+def _closed_early() -> None:
+    model, opt = _chain()
+    before = [p.detach().clone() for p in model.parameters()]
+    model(data(dist.get_rank(), 2, 8)).sum().backward()
+    assert any(everywhere(bool(opt._early.done)))
+    opt.close()
+    assert_ranks_agree(model)
+    assert any(not torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
+
+
+def test_closing_after_a_backward_leaves_equal_weights() -> None:
+    run_ranks(2, _closed_early)
+
+
+def test_a_backward_that_died_and_is_discarded_updates_nothing() -> None:
+    model, opt = _chain()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ArithmeticError, match="half-way"):
+        model(data(0, 2, 8), fail_at=6).sum().backward()
+    opt.zero_grad()
+    assert all(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
+    model(data(0, 2, 8)).sum().backward()
+    opt.step()
+
+
+def test_a_weight_that_backward_reads_again_is_an_error_and_no_wrong_gradient() -> None:
+    model, opt = _chain()
+    late = model.layers[-1].weight
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(nn.functional.linear(x, late.detach()))
+
+    x = data(0, 2, 8).requires_grad_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        forward(x).sum().backward()
+    opt.close()
+
+
+def test_one_rank_updates_early_too() -> None:
+    model, opt = _chain()
+    model(data(0, 2, 8)).sum().backward()
+    assert len(opt._early.done) == len(opt.layout.buckets) - 2 > 0  # all but those that may still be under way
+    opt.step()
+
+
+def test_a_load_clears_what_a_rule_refused() -> None:
+    model, opt = _chain()
+    saved = opt.state_dict()
+    opt.param_groups[0]["lr"] = -1.0
+    model(data(0, 2, 8)).sum().backward()
+    with pytest.raises(RuleError, match="earning rate"):
+        opt.step()
+    opt.param_groups[0]["lr"] = 0.1
+    with pytest.raises(LifecycleError, match="start again from a checkpoint"):
+        opt.step()
+    opt.load_state_dict(saved)
+    model(data(0, 2, 8)).sum().backward()
+    opt.step()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_optimizer import SOAP  # type: ignore[import-untyped]
+from pytorch_optimizer import SOAP, ScheduleFreeSGD  # type: ignore[import-untyped]
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ NUM_STEPS = 4
 RULES: dict[str, Rule] = {
     "torch-muon": TorchRule(torch.optim.Muon, lr=0.05),
     "soap": TorchRule(SOAP, lr=0.01, precondition_frequency=2),
+    "schedule-free": TorchRule(ScheduleFreeSGD, lr=0.05, warmup_steps=2, foreach=False),
     "normuon": NorMuon(lr=0.05),
     "adamuon": AdaMuon(lr=0.05),
     "muon-cautious": Muon(lr=0.05, cautious=True),
@@ -77,6 +78,7 @@ def test_ranks_have_the_bits_of_one_process(name: str, num_ranks: int, bucket_nu
     [
         ("torch-muon", torch.optim.Muon, {"lr": 0.05}),
         ("soap", SOAP, {"lr": 0.01, "precondition_frequency": 2}),
+        ("schedule-free", ScheduleFreeSGD, {"lr": 0.05, "warmup_steps": 2, "foreach": False}),
     ],
 )
 def test_one_process_has_the_bits_of_the_optimizer_itself(name: str, optimizer_class: Any, kwargs: Any) -> None:

@@ -9,28 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from freehold.plan.spec import RuleKind
-from freehold.rules.base import Check, Rule, Span, StateField, check_options
-from freehold.rules.matrices import Split, check_split
-from freehold.rules.newton_schulz import COEFFICIENTS, NUM_STEPS
-from freehold.rules.orthogonal import (
-    CHECKS,
-    decay,
-    effective_lr,
-    is_beta,
-    is_bool,
-    momentum_direction,
-    orthogonal_pieces,
-    rescaled_step,
-)
-from freehold.rules.polar.coefficients import Coefficients
-from freehold.rules.polar.variants import MAX_BATCH_BYTES
+from freehold.rules.base import Check, Span, StateField
+from freehold.rules.muon_family import MuonFamily
+from freehold.rules.orthogonal import CHECKS, Piece, is_beta, is_bool, momentum_direction, rescaled_step
 
 __all__ = ["AdaMuon"]
 
 
 @dataclass(frozen=True, slots=True)
-class AdaMuon(Rule):
+class AdaMuon(MuonFamily):
     r"""AdaMuon: orthogonal updates of the momentum's signs, divided by their running root mean square.
 
     .. math::
@@ -45,19 +32,19 @@ class AdaMuon(Rule):
         lr: Learning rate :math:`\gamma`, a float or a 1-element tensor.
         weight_decay: Decoupled weight decay :math:`\lambda`.
         momentum: :math:`\mu`.
-        beta2: :math:`\beta_2`.
         nesterov: Whether to look ahead along the momentum.
         ns_coefficients: As in ``Muon``.
         eps: :math:`\epsilon`.
         ns_steps: As in ``Muon``.
         adjust_lr_fn: As in ``NorMuon``.
-        method: As in ``Muon``, and so are all that follow but the last.
+        method: As in ``Muon``, and so are all that follow but the last two.
         ns_dtype: See ``Muon``.
         max_batch_bytes: See ``Muon``.
         split: See ``Muon``.
         split_scale: See ``Muon``.
         lr_scale: See ``Muon``.
         cautious: See ``Muon``.
+        beta2: :math:`\beta_2`.
         sign: Whether to take signs of the momentum before it is orthogonalised.
 
     Example:
@@ -75,59 +62,30 @@ class AdaMuon(Rule):
         Si, Zhang and Shen, AdaMuon: Adaptive Muon Optimizer, https://arxiv.org/abs/2507.11005 (version 2)
     """
 
-    lr: float | Tensor = 1e-3
-    weight_decay: float = 0.1
-    momentum: float = 0.95
-    beta2: float = 0.95
     nesterov: bool = False
-    ns_coefficients: Coefficients = COEFFICIENTS
     eps: float = 1e-8
-    ns_steps: int = NUM_STEPS
-    adjust_lr_fn: str | None = None
-    method: str = "standard"
-    ns_dtype: str | None = None
-    max_batch_bytes: int = MAX_BATCH_BYTES
-    split: Split = None
-    split_scale: tuple[float, ...] | None = None
-    lr_scale: float = 1.0
-    cautious: bool = False
+    beta2: float = 0.95
     sign: bool = True
 
-    kind: ClassVar[RuleKind] = "matrix"
-
-    def __post_init__(self) -> None:
-        self.validate(self.defaults())
+    checks: ClassVar[tuple[Check, ...]] = (
+        *CHECKS,
+        ("beta2", is_beta, "beta2 should be in [0, 1) but is: {}"),
+        ("sign", is_bool, "sign should be a bool but is: {}"),
+    )
 
     def state_fields(self, options: Mapping[str, Any] | None = None) -> tuple[StateField, ...]:
         """``momentum_buffer`` and ``second_moment``, under any options."""
         return (StateField(name="momentum_buffer"), StateField(name="second_moment"))
 
-    def validate(self, options: Mapping[str, Any]) -> None:
-        """Check a merged option set; see ``Rule.validate``."""
-        check_options("AdaMuon", options, _CHECKS)
-
-    def check_param(self, name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> None:
-        """Check ``split`` against a param; see ``Rule.check_param``."""
-        check_split("AdaMuon", name, shape, options)
-
-    @torch.no_grad()
-    def update(self, span: Span, options: Mapping[str, Any]) -> None:
-        """Update the matrices of a span; see ``Rule.update``."""
-        lr = effective_lr(options)
+    def direction(self, span: Span, options: Mapping[str, Any]) -> Tensor:
+        """The momentum, or its signs; see ``MuonFamily.direction``."""
         direction = momentum_direction(span, options)
-        if options["sign"]:
-            direction = torch.sign(direction, out=span.grad)
-        decay(span, options, lr)
-        for piece in orthogonal_pieces(span, direction, options):
-            ortho = piece.ortho.to(span.param.dtype)  # (k, M, N)
-            second = piece.of(span.state["second_moment"])  # (k, M, N)
-            second.lerp_(ortho.square(), 1 - options["beta2"])
-            evened = ortho / second.sqrt().add_(options["eps"])
-            rescaled_step(piece, ortho, evened, span, options, lr)
+        return torch.sign(direction, out=span.grad) if options["sign"] else direction
 
-
-_CHECKS: tuple[Check, ...] = (
-    *CHECKS,
-    ("beta2", is_beta, "beta2 should be in [0, 1) but is: {}"),
-    ("sign", is_bool, "sign should be a bool but is: {}"),
-)
+    def step_along(self, piece: Piece, span: Span, options: Mapping[str, Any], lr: float | Tensor) -> None:
+        """Step along the directions, evened out element by element; see ``MuonFamily.step_along``."""
+        ortho = piece.ortho.to(span.param.dtype)  # (k, M, N)
+        second = piece.of(span.state["second_moment"])  # (k, M, N)
+        second.lerp_(ortho.square(), 1 - options["beta2"])
+        evened = ortho / second.sqrt().add_(options["eps"])
+        rescaled_step(piece, ortho, evened, span, options, lr)

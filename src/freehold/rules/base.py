@@ -113,7 +113,7 @@ class Rule(ABC):
 
     To write one: subclass in a file of its own, decorate with ``@dataclass(frozen=True, slots=True)``, set
     ``kind``, call ``self.validate(self.defaults())`` in ``__post_init__``, and add a row to the conformance
-    table in ``tests/rules/test_rule_conformance.py``.
+    table, ``tests/rules/rule_cases.py``.
 
     The caller puts ``defaults()`` into a param group, where users and schedulers edit them; calls
     ``validate`` with the merged options; allocates ``state_fields``; and calls ``update`` once per step for
@@ -130,6 +130,11 @@ class Rule(ABC):
 
     kind: ClassVar[RuleKind]
     keeps_objects: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        """What the rule is called in messages and checkpoints: by default, the name of its class."""
+        return type(self).__name__
 
     def defaults(self) -> dict[str, Any]:
         """All options by name, as they go into a param group."""

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from freehold.plan.spec import RuleKind
-from freehold.rules.base import Rule, Span, StateField, check_options
-from freehold.rules.matrices import Split, check_split
-from freehold.rules.newton_schulz import COEFFICIENTS, EPS, NUM_STEPS
-from freehold.rules.orthogonal import (
-    CHECKS,
-    decay,
-    descend,
-    effective_lr,
-    lr_ratio,
-    momentum_direction,
-    orthogonal_pieces,
-)
-from freehold.rules.polar.coefficients import Coefficients
-from freehold.rules.polar.variants import MAX_BATCH_BYTES
+from freehold.rules.base import Span, StateField
+from freehold.rules.muon_family import MuonFamily
+from freehold.rules.orthogonal import Piece, descend, lr_ratio
 
 __all__ = ["Muon"]
 
 
 @dataclass(frozen=True, slots=True)
-class Muon(Rule):
+class Muon(MuonFamily):
     r"""Muon, as ``torch.optim.Muon`` computes it.
 
     .. math::
@@ -87,46 +74,12 @@ class Muon(Rule):
         Chen et al., Cautious Weight Decay, https://arxiv.org/abs/2510.12402
     """
 
-    lr: float | Tensor = 1e-3
-    weight_decay: float = 0.1
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_coefficients: Coefficients = COEFFICIENTS
-    eps: float = EPS
-    ns_steps: int = NUM_STEPS
-    adjust_lr_fn: str | None = None
-    method: str = "standard"
-    ns_dtype: str | None = None
-    max_batch_bytes: int = MAX_BATCH_BYTES
-    split: Split = None
-    split_scale: tuple[float, ...] | None = None
-    lr_scale: float = 1.0
-    cautious: bool = False
-
-    kind: ClassVar[RuleKind] = "matrix"
-
-    def __post_init__(self) -> None:
-        self.validate(self.defaults())
-
     def state_fields(self, options: Mapping[str, Any] | None = None) -> tuple[StateField, ...]:
         """``momentum_buffer``, under any options."""
         return (StateField(name="momentum_buffer"),)
 
-    def validate(self, options: Mapping[str, Any]) -> None:
-        """Check a merged option set; see ``Rule.validate``."""
-        check_options("Muon", options, CHECKS)
-
-    def check_param(self, name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> None:
-        """Check ``split`` against a param; see ``Rule.check_param``."""
-        check_split("Muon", name, shape, options)
-
-    @torch.no_grad()
-    def update(self, span: Span, options: Mapping[str, Any]) -> None:
-        """Update the matrices of a span; see ``Rule.update``."""
-        lr = effective_lr(options)
-        direction = momentum_direction(span, options)
-        decay(span, options, lr)
-        for piece in orthogonal_pieces(span, direction, options):
-            batch = piece.batch
-            ratio = lr_ratio(options["adjust_lr_fn"], batch.num_rows, batch.num_cols) * batch.scale
-            descend(piece.of(span.param), piece.ortho, options, lr=lr, step_size=float(lr * ratio))
+    def step_along(self, piece: Piece, span: Span, options: Mapping[str, Any], lr: float | Tensor) -> None:
+        """Step along the orthogonal directions as they are; see ``MuonFamily.step_along``."""
+        batch = piece.batch
+        ratio = lr_ratio(options["adjust_lr_fn"], batch.num_rows, batch.num_cols) * batch.scale
+        descend(piece.of(span.param), piece.ortho, options, lr=lr, step_size=float(lr * ratio))

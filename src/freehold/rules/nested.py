@@ -20,7 +20,8 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """Lists, tuples and dicts inside become paths: ``"GG/l0"``, ``"GG/t0"``, ``"GG/dname"``.
 
     Raises:
-        RuleError: Anything but tensors, numbers, bools, ``None`` and such containers of them.
+        RuleError: Anything but tensors, numbers, bools, ``None`` and such containers of them; names and keys that are
+            no strings, or have a ``/``.
 
     Example:
         >>> flatten({"step": 3, "Q": [1.0, None]})
@@ -30,6 +31,10 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in state.items():
+        if not _is_name(name):
+            raise RuleError(
+                f"optimizer state has a name {name!r}: it must be a string without '/'; rename it in the optimizer"
+            )
         _put(flat, name, value)
     return flat
 
@@ -52,10 +57,14 @@ def _put(flat: dict[str, Any], path: str, value: Any) -> None:
         )
 
 
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and "/" not in key
+
+
 def _parts(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value)
-        if not all(isinstance(key, str) and "/" not in key for key in items):
+        if not all(map(_is_name, items)):
             raise RuleError(f"optimizer state has a dict with keys {list(items)}; they must be strings without '/'")
         return {f"d{key}": part for key, part in items.items()}
     letter = "l" if isinstance(value, list) else "t"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -18,6 +19,7 @@ from freehold.rules.nested import flatten, unflatten
 __all__ = ["TorchRule"]
 
 _GROUP = "group:"  # prefix of what an optimizer keeps in its param group rather than in a param's state
+_SCHEDULED = ("lr", "weight_decay")  # what schedulers and users edit at any time, and so no optimizer may
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -31,14 +33,17 @@ class TorchRule(Rule):
     sees float32 masters (float64 for float64 params), and gradients that are averaged and clipped.
 
     The options of the rule are the optimizer's ``defaults``, as far as they are numbers, bools, strings, ``None``,
-    tuples of these or 1-element tensors; groups and schedulers may edit them.
+    tuples of these or 1-element tensors; groups and schedulers may edit them. An option in which the optimizer itself
+    counts (``k``, ``weight_sum`` and ``lr_max`` of schedule-free ones) is an option for the first step only: the
+    optimizer's own value is then kept with the state of each matrix, in checkpoints too, and edits no longer matter.
 
     Args:
         optimizer_class: The optimizer's class; its constructor takes params first.
         **kwargs: Its other arguments.
 
     Raises:
-        RuleError: Something that is no optimizer class, or arguments that it refuses.
+        RuleError: Something that is no optimizer class, or arguments that it refuses. In a step: state of other types,
+            or an optimizer that changes its own ``lr`` or ``weight_decay``, which schedulers and users edit.
 
     Example:
         >>> import torch
@@ -70,6 +75,11 @@ class TorchRule(Rule):
         options = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
         return f"TorchRule({self.optimizer_class.__name__}{options})"
 
+    @property
+    def label(self) -> str:
+        """``"TorchRule(Muon)"``: the rule and its optimizer; see ``Rule.label``."""
+        return f"TorchRule({self.optimizer_class.__name__})"
+
     def defaults(self) -> dict[str, Any]:
         """The optimizer's own defaults, as far as a param group can show them."""
         return {name: value for name, value in self._made(_example(), {}).defaults.items() if _is_plain(value)}
@@ -95,11 +105,12 @@ class TorchRule(Rule):
             return
         optimizer = self._made(params, {})
         group = optimizer.param_groups[0]
-        names = set(group) - {"params"}
-        group.update({name: options[name] for name in self.defaults()})
+        options_now = {name: options[name] for name in self.defaults()}
+        given = {name: value for name, value in (group | options_now).items() if name != "params"}
+        group.update({name: _copied(value) for name, value in given.items()})
         _restore(optimizer, params, span.per_matrix)
         optimizer.step()
-        _keep(optimizer, params, span.per_matrix, names)
+        _keep(optimizer, params, span.per_matrix, given)
 
     def _made(self, params: list[Tensor], options: Mapping[str, Any]) -> torch.optim.Optimizer:
         make = cast("Any", self.optimizer_class)
@@ -134,16 +145,50 @@ def _restore(optimizer: torch.optim.Optimizer, params: list[Tensor], kept: tuple
 
 
 def _keep(
-    optimizer: torch.optim.Optimizer, params: list[Tensor], kept: tuple[dict[str, Any], ...], names: set[str]
+    optimizer: torch.optim.Optimizer, params: list[Tensor], kept: tuple[dict[str, Any], ...], given: dict[str, Any]
 ) -> None:
-    """Take the state out of the optimizer; what is in its group and was not there at first goes to every matrix."""
+    """Take the state out of the optimizer; what is in its group, and not as it was given, goes to every matrix."""
     group = optimizer.param_groups[0]
-    added = {name: value for name, value in group.items() if name not in names and name != "params"}
-    in_group = {_GROUP + name: value for name, value in flatten(added).items()}
-    for param, state in zip(params, kept, strict=True):
+    own = {n: v for n, v in group.items() if n != "params" and not (n in given and _is_same(v, given[n]))}
+    for name in _SCHEDULED:
+        if name in own and name in given:
+            raise RuleError(
+                f"{type(optimizer).__name__} changes its option {name!r} in step(), from {given[name]} to {own[name]}; "
+                f"TorchRule keeps {name!r} for schedulers and users to edit: choose an optimizer, or arguments for it, "
+                "that leave it alone, and use a scheduler"
+            )
+    in_group = {_GROUP + name: value for name, value in flatten(own).items()}
+    of_params = [flatten(optimizer.state.get(param, {})) for param in params]
+    for own_state, state in zip(of_params, kept, strict=True):
         state.clear()
-        state.update(flatten(optimizer.state.get(param, {})))
-        state.update(in_group)
+        state.update(own_state)
+        # Copies, for an optimizer may count in a tensor, and the next step may be of some of these matrices alone.
+        state.update({name: _copied(value) for name, value in in_group.items()})
+
+
+def _copied(value: Any) -> Any:
+    """What an optimizer may change in place without changing the original."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(cast("Any", value)) if isinstance(value, (list, dict)) else value
+
+
+def _is_same(value: Any, given: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(given, Tensor):
+        return isinstance(value, Tensor) and isinstance(given, Tensor) and _is_same_tensor(value, given)
+    if type(value) is not type(given):
+        return False
+    if isinstance(value, (list, tuple)):
+        items, others = cast("Sequence[Any]", value), cast("Sequence[Any]", given)
+        return len(items) == len(others) and all(map(_is_same, items, others))
+    if isinstance(value, dict):
+        ours, theirs = cast("dict[Any, Any]", value), cast("dict[Any, Any]", given)
+        return ours.keys() == theirs.keys() and all(_is_same(ours[key], theirs[key]) for key in ours)
+    return value is given or bool(value == given)
+
+
+def _is_same_tensor(value: Tensor, given: Tensor) -> bool:
+    return value.dtype == given.dtype and value.device == given.device and torch.equal(value, given)
 
 
 def _is_plain(value: Any) -> bool:

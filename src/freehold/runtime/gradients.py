@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -66,11 +65,8 @@ class GradientBuffer:
         self.pool = pool
         extent = owned[-1].offset + owned[-1].numel if owned else 0
         self._own_place = slice(own_start, own_start + extent)
-        self._gaps = [
-            slice(last.offset + last.numel, following.offset)
-            for last, following in pairwise(owned)
-            if following.offset > last.offset + last.numel
-        ]
+        edges = [0, *(slot.offset + slot.numel for slot in owned)]
+        self._gaps = [slice(edge, slot.offset) for edge, slot in zip(edges, owned, strict=False) if slot.offset > edge]
         self._whole: Tensor | None = None
         self.flat: Tensor | None = None
         if pool is None:

@@ -19,6 +19,7 @@ from freehold.errors import (
 from freehold.plan import Costs, Layout, Policy
 from freehold.rules import Rule
 from freehold.runtime import norms
+from freehold.runtime.agreement import agree
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.comm import make_comm
 from freehold.runtime.consensus import Settled, StepConsensus
@@ -29,13 +30,14 @@ from freehold.runtime.gradients import GradMemory
 from freehold.runtime.guard import StaleReadGuard
 from freehold.runtime.hooks import HookSet, is_compiled
 from freehold.runtime.inspection import Inspection
+from freehold.runtime.live_options import LiveOptions
 from freehold.runtime.log import FlightLog
 from freehold.runtime.loss_scaling import LossScaling
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.reducer import GradientReducer
 from freehold.runtime.registry import claim, next_stripe, release
 from freehold.runtime.routing import Group
-from freehold.runtime.setup import Options, agreed_blueprint, build, check_param_groups, resolve_group
+from freehold.runtime.setup import Options, agreed_blueprint, build, resolve_group
 from freehold.runtime.update import refresh_masters, update_bucket
 from freehold.runtime.verify import verify_ranks
 
@@ -78,7 +80,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
             zeros, ``zero_grad(set_to_none=False)`` sets ``None`` too.
         early_update: Update what this rank owns during backward already, as reductions end; the results have the same
             bits. It needs ``on_nonfinite="ignore"``, one synchronising backward a window, and no clipping; gradients
-            can then not be discarded.
+            can then not be discarded, and between backward and ``step`` ranks hold different weights.
         costs: What a matrix of each shape costs, to balance by, equal on all ranks: ``CostModel.table(...)`` of one of
             them, say. ``None`` counts the flops of Newton-Schulz.
         timeout_s: The longest that this rank waits for another, in seconds; then it raises ``PeerError``. ``None`` for
@@ -159,26 +161,26 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
         self._num_unverified_steps = 0
         self._update_error: Exception | None = None
         self._params = params
-        self._group_kinds = tuple(group["rule"] for group in self.param_groups)
+        routes, kinds = self._blueprint.routes, [group["rule"] for group in self.param_groups]
+        self._live_options = LiveOptions(kinds, self._blueprint.group_of, routes, self._options.rules)
         self._frozen = self._blueprint.frozen
         self._buckets = buckets
         self._by_name = {p.name: p for p in params}
         self._log = FlightLog()
-        self._comm.watch.attach(self._log, [[p.name for p in bucket.params] for bucket in buckets], self._progress)
         self._reducer = GradientReducer(params, buckets, self._comm, self._log)
+        names = [[p.name for p in bucket.params] for bucket in buckets]
+        self._comm.watch.attach(self._log, names, self._reducer.progress)  # not self's: that would be a cycle
         self._gatherer = WeightGatherer(buckets, self._comm, self._log)
         self._guard = StaleReadGuard(self._gatherer)
         # An optimizer that is dropped, not closed, leaves behind neither stale weights nor its guard (and buffers).
         weakref.finalize(self, _abandon, self._gatherer, self._guard).atexit = False
         # Compiled code reads weights where neither hooks nor the guard see it.
         self._overlaps = self._options.overlap and module is not None and not is_compiled(module)
-        named = [r.named for r in self._blueprint.routes]
+        named = [r.named for r in routes]
         self._consensus = StepConsensus(params, buckets, self._frozen, self._reducer, self._comm)
-        self._early = EarlyUpdater(
-            self._by_name, self._gatherer, lambda: self.param_groups, self._options.rules, params[0].param.device
-        )
+        self._early = EarlyUpdater(self._by_name, self._gatherer, self.param_groups, self._options.rules)
         if self._options.early_update:
-            self._reducer.on_reduced = self._early.update
+            self._reducer.update_early(self._early)
         self._hooks = HookSet(module, params, self._reducer, self._gatherer, self._guard)
         claim(named, self)
 
@@ -218,6 +220,10 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
             return value
         self._update(settled)
         self._reducer.end_window()
+        self._num_unverified_steps += 1
+        verify_is_due = self._num_unverified_steps == self._options.verify_every
+        if verify_is_due:  # a collective: the rank whose update failed must not leave the others alone in it
+            agree(self._comm, self._update_error, doing="step")
         if self._update_error is not None:
             self._gatherer.wait_all()
             raise self._update_error
@@ -225,8 +231,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
             self._gatherer.wait_all()
         elif self._gatherer.busy:
             self._guard.install()
-        self._num_unverified_steps += 1
-        if self._num_unverified_steps == self._options.verify_every:
+        if verify_is_due:
             self._num_unverified_steps = 0
             self.synchronize()
             verify_ranks(self)
@@ -269,10 +274,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
             set_to_none: Set ``p.grad`` to ``None``; if false, to zeros where it is a view of the bucket.
         """
         self._refuse_if_closed()
-        if self._early.done:
-            raise LifecycleError(
-                "weights have been updated with these gradients (early_update=True): call step() first"
-            )
+        self._early.refuse_discard()
         with torch.no_grad():
             self._reducer.end_window(set_to_none=set_to_none)
 
@@ -304,6 +306,11 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
                 with torch.no_grad():
                     self._reducer.end_window()
                 self.synchronize()
+                if self._options.early_update:  # owners may be ahead of the others
+                    self._early.join()
+                    for bucket in reversed(self._buckets):
+                        self._gatherer.launch(bucket)
+                    self._gatherer.wait_all()
         finally:
             self._guard.remove()
             self._hooks.remove()
@@ -314,14 +321,15 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
     # ---- one step, in parts ------------------------------------------------------------------------------------------
 
     def _settle(self, operation: str, error: Exception | None) -> Settled:
-        self._update_error = self._update_error or self._early.error
-        if error is None and self._update_error is not None:
+        if error is None and self._update_error is None and self._early.error is not None:
+            error = self._update_error = self._early.error
+        elif error is None and self._update_error is not None:
             error = LifecycleError(
                 f"the update of an earlier step failed half-way ({self._update_error}); start again from a checkpoint"
             )
         if error is None:
             try:
-                check_param_groups(self.param_groups, self._group_kinds, self._options.rules)
+                self._live_options.check(self.param_groups)
             except Exception as found:
                 error = found
         return self._consensus.settle(operation, self.param_groups, error, single_pass=self._options.early_update)
@@ -344,6 +352,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
 
     def _update(self, settled: Settled) -> None:
         used, written = settled.used, settled.written
+        self._early.join()
         # Reverse order: the next forward reads the last bucket first, so its weights leave first.
         for bucket in reversed(self._buckets):
             if written:
@@ -356,7 +365,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
                     self._update_error = self._update_error or error
             if indices & (used | written):
                 self._gatherer.launch(bucket)
-        self._early.finish()
+        self._early.reset()
         for index in used:
             self._params[index].num_steps += 1
 

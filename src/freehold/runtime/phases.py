@@ -40,7 +40,7 @@ class WeightPhase(enum.Enum):
     """Entered at the start and when a gather was waited for. Every rank holds every weight."""
 
     UPDATED = enum.auto()
-    """Entered by the owners' update. The own shard is new; the others' shards are those of the last step."""
+    """Entered in ``step``, once the owners have updated. The own shard is new; the others' are of the last step."""
 
     GATHERING = enum.auto()
     """Entered by the launch of the all-gather. The transport writes the other shards; forward hooks wait."""

@@ -39,6 +39,10 @@ class TensorPool:
         """Return what ``take`` handed out."""
         self._free.append(tensor)
 
+    def trim(self, num_tensors: int) -> None:
+        """Keep at most so many of the idle tensors, the largest."""
+        self._free = sorted(self._free, key=Tensor.numel)[-num_tensors:]
+
     def held_bytes(self) -> int:
         """Bytes of the tensors that lie idle in the pool."""
         return sum(t.nbytes for t in self._free)

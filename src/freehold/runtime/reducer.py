@@ -8,7 +8,6 @@ gradients arrive.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from freehold.errors import LifecycleError, UnsupportedError
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.comm import Comm
+from freehold.runtime.early import EarlyUpdater
 from freehold.runtime.gradients import IN_FLIGHT
 from freehold.runtime.log import FlightLog
 from freehold.runtime.params import ManagedParam
@@ -43,8 +43,7 @@ class WindowState:
 class GradientReducer:
     """Fills buckets with gradients and reduces them; holds no weights and knows no rule.
 
-    ``syncing`` is false inside ``no_sync()``; ``on_reduced`` is called with each bucket whose reduction ends inside a
-    backward.
+    ``syncing`` is false inside ``no_sync()``.
 
     Args:
         params: All managed params, in model order.
@@ -55,7 +54,7 @@ class GradientReducer:
 
     def __init__(self, params: list[ManagedParam], buckets: list[BucketBuffers], comm: Comm, log: FlightLog) -> None:
         self.syncing = True
-        self.on_reduced: Callable[[BucketBuffers], None] | None = None
+        self._early: EarlyUpdater | None = None
         self._params = params
         self._buckets = buckets
         self._comm = comm
@@ -65,10 +64,16 @@ class GradientReducer:
             self._limit = IN_FLIGHT if self._limit is None else min(self._limit, IN_FLIGHT)
         self._in_flight: deque[BucketBuffers] = deque()
         self._pass_open = False
+        self._discarding = False
         self._next_launch = 0
         self._watched_task = -1
         self._passes = 0
         self._passes_before = 0
+
+    def update_early(self, early: EarlyUpdater) -> None:
+        """Hand over every bucket whose reduction ends inside a backward; see [Note: Early updates]."""
+        self._early = early
+        self._limit = IN_FLIGHT if self._limit is None else min(self._limit, IN_FLIGHT)
 
     # ---- called by autograd ------------------------------------------------------------------------------------------
 
@@ -226,8 +231,8 @@ class GradientReducer:
             bucket.carry = None
         bucket.grad_phase = move(bucket.grad_phase, GradPhase.REDUCED)
         self._log.add("reduce finished", bucket.index)
-        if self.on_reduced is not None and self._pass_open:
-            self.on_reduced(bucket)
+        if self._early is not None and self._pass_open and not self._discarding:
+            self._early.update(bucket)
 
     @torch.no_grad()
     def _reopen(self, bucket: BucketBuffers) -> None:
@@ -308,10 +313,14 @@ class GradientReducer:
 
     def end_window(self, *, set_to_none: bool = True) -> None:
         """Forget all gradients: after a step, a skipped step, or a ``zero_grad``."""
-        if self._pass_open:
-            self._end_pass()
-        while self._in_flight:
-            self._finish_oldest()
+        self._discarding = True
+        try:
+            if self._pass_open:
+                self._end_pass()
+            while self._in_flight:
+                self._finish_oldest()
+        finally:
+            self._discarding = False
         self._start_window()
         for p in self._params:
             if set_to_none or not p.viewable or p.grad_view is None:
@@ -321,6 +330,8 @@ class GradientReducer:
                 p.param.grad = p.grad_view
 
     def _start_window(self) -> None:
+        if self._early is not None:
+            self._early.discarded()
         open_passes = int(self._pass_open)  # a pass that noticed the discard belongs to the new window
         self._passes_before += self._passes - open_passes
         self._passes = open_passes
@@ -331,6 +342,8 @@ class GradientReducer:
             if bucket.grads.give_back():
                 bucket.show_grads()
             bucket.grad_phase = move(bucket.grad_phase, GradPhase.IDLE)
+            if bucket.grads.pool is not None:
+                bucket.grads.pool.trim(IN_FLIGHT)
         for p in self._params:
             p.filled = p.arrived = p.waits = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from freehold.errors import LifecycleError, PlanError, PlanTypeError, RoutingError, RuleError
+from freehold.errors import LifecycleError, PlanError, PlanTypeError, RoutingError
 from freehold.plan import Bucket, Costs, Layout, ParamSpec, Policy, Slot, flop_costs, plan
 from freehold.rules import Rule
 from freehold.runtime.agreement import agree
@@ -21,13 +20,14 @@ from freehold.runtime.comm import Comm, control_comm
 from freehold.runtime.consensus import options_text
 from freehold.runtime.faults import check_timeout
 from freehold.runtime.gradients import GradientBuffer, GradMemory
+from freehold.runtime.live_options import LiveOptions
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.pool import TensorPool
 from freehold.runtime.registry import refuse_claimed
 from freehold.runtime.routing import Group, NamedParam, Route, check_tensors, named_params_of, route
 from freehold.runtime.update import allocate_state
 
-__all__ = ["Blueprint", "Options", "agreed_blueprint", "build", "check_param_groups", "draw_up", "resolve_group"]
+__all__ = ["Blueprint", "Options", "agreed_blueprint", "build", "draw_up", "resolve_group"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,7 @@ def agreed_blueprint(params: object, options: Options, group: dist.ProcessGroup 
 def _values_to_compare(blueprint: Blueprint, options: Options) -> dict[str, str]:
     return {
         "layout fingerprint": blueprint.layout.fingerprint(),
+        "rules": repr({kind: rule.label for kind, rule in sorted(options.rules.items())}),
         "param groups": options_text(blueprint.param_groups),
         "param group of each param": repr(blueprint.group_of),
         "reduce_dtype": str(options.reduce_dtype),
@@ -141,7 +142,7 @@ def draw_up(params: object, options: Options, num_ranks: int) -> Blueprint:
     routes = route(module, trainable, list(options.groups))
     _check_rules(routes, options.rules)
     param_groups, group_of = _param_groups(routes, options)
-    _check_params(routes, [param_groups[group] for group in group_of], options.rules)
+    LiveOptions([group["rule"] for group in param_groups], group_of, routes, options.rules).check(param_groups)
     specs = _specs(routes)
     return Blueprint(
         module=module,
@@ -222,42 +223,6 @@ def _param_groups(routes: Sequence[Route], options: Options) -> tuple[list[dict[
     for r, group in zip(routes, group_of, strict=True):
         param_groups[group]["params"].append(r.named.param)
     return param_groups, group_of
-
-
-def _check_params(routes: Sequence[Route], groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]) -> None:
-    """Check the options of every param against its shape; all that do not fit are named at once."""
-    problems: list[str] = []
-    for r, group in zip(routes, groups, strict=True):
-        shape = r.planned_shape
-        if r.kind == "matrix":
-            shape = shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
-        try:
-            rules[r.kind].check_param(r.named.name, shape, group)
-        except RuleError as error:
-            problems.append(str(error))
-    if problems:
-        raise RuleError("; ".join(problems))
-
-
-def check_param_groups(groups: Sequence[Mapping[str, Any]], kinds: Sequence[str], rules: Mapping[str, Rule]) -> None:
-    """Refuse edits of the live param groups that no rule can work with.
-
-    Args:
-        groups: As they are now.
-        kinds: The rule of each group as it was planned.
-        rules: The rule of each kind.
-
-    Raises:
-        RuleError: Naming the group and the options.
-    """
-    found = [group.get("rule") for group in groups]
-    if found != list(kinds):
-        raise RuleError(f"param_groups were planned with rules {list(kinds)} in this order, and now have {found}")
-    for index, group in enumerate(groups):
-        try:
-            rules[kinds[index]].validate(group)
-        except RuleError as error:
-            raise RuleError(f"param group {index}: {error}") from error
 
 
 def _merged_options(rule: Rule, given: Mapping[str, Any], pattern: str) -> dict[str, Any]:

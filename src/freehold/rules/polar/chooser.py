@@ -22,7 +22,7 @@ from torch import Tensor
 from freehold.errors import RuleError
 from freehold.rules.polar.coefficients import Schedule
 from freehold.rules.polar.products import MIN_HALVES_DIM, symmetric_product
-from freehold.rules.polar.variants import Variant
+from freehold.rules.polar.variants import Variant, is_better_batched
 
 __all__ = ["Calibration", "Task", "calibration", "default_variant"]
 
@@ -78,13 +78,12 @@ class Task:
 
 def default_variant(task: Task) -> Variant:
     """What is taken where nothing was measured: bfloat16, the Gram form for matrices at least twice as wide as tall."""
-    is_cpu = task.device.type == "cpu"
-    batched = task.num_matrices > 1 and (not is_cpu or task.short < 256)
+    batched = is_better_batched(task.num_matrices, task.short, task.device)
     return Variant(
         form="gram" if task.long >= 2 * task.short else "standard",
         dtype=torch.bfloat16,
         batched=batched,
-        halves=not batched and task.short >= MIN_HALVES_DIM and is_cpu,
+        halves=not batched and task.short >= MIN_HALVES_DIM and task.device.type == "cpu",
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from freehold.rules.polar.chooser import Task, calibration
 from freehold.rules.polar.coefficients import Schedule
-from freehold.rules.polar.variants import Variant, as_torch_has_it
+from freehold.rules.polar.variants import Variant, as_torch_has_it, is_better_batched
 
 __all__ = ["METHODS", "select_variant"]
 
@@ -33,6 +33,5 @@ def select_variant(method: str, dtype: torch.dtype | None, matrices: Tensor, sch
 
 def gram_variant(short: int, num_matrices: int, dtype: torch.dtype, device: torch.device) -> Variant:
     """The Gram form with what never loses on CPU: small matrices batched, large ones by halves."""
-    is_cpu = device.type == "cpu"
-    batched = num_matrices > 1 and (not is_cpu or short < 256)
-    return Variant(form="gram", dtype=dtype, batched=batched, halves=is_cpu and not batched)
+    batched = is_better_batched(num_matrices, short, device)
+    return Variant(form="gram", dtype=dtype, batched=batched, halves=device.type == "cpu" and not batched)

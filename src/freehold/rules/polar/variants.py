@@ -21,10 +21,14 @@ from freehold.rules.polar.forms import (
 from freehold.rules.polar.products import Workspace
 from freehold.rules.polar.scaling import normalised
 
-__all__ = ["DTYPE_NAMES", "MAX_BATCH_BYTES", "Variant", "as_torch_has_it", "pieces"]
+__all__ = ["DTYPE_NAMES", "MAX_BATCH_BYTES", "Variant", "as_torch_has_it", "is_better_batched", "pieces"]
 
 # 256 MiB of matrices in the compute dtype fill any accelerator; a batch needs up to 10 times that at worst.
 MAX_BATCH_BYTES = 2**28
+
+# A rule of thumb for CPUs, where nothing was measured: from this shorter side on, a matrix is work enough for a product
+# of its own, which may then go by halves; below it, a batch saves calls. method="auto" measures instead.
+MIN_ALONE_DIM = 256
 
 DTYPE_NAMES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -87,6 +91,17 @@ class Variant:
 def as_torch_has_it(dtype: torch.dtype, device: torch.device) -> Variant:
     """The variant of ``method="standard"``: on CPU matrix by matrix, so that the bits are those of separate calls."""
     return Variant(form="torch", dtype=dtype, batched=device.type != "cpu")
+
+
+def is_better_batched(num_matrices: int, short: int, device: torch.device) -> bool:
+    """Whether matrices go through batched products where nothing was measured; ``short`` is their shorter side.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> [is_better_batched(*case, cpu) for case in ((8, 255), (8, 256), (1, 64))]
+        [True, False, False]
+    """
+    return num_matrices > 1 and (device.type != "cpu" or short < MIN_ALONE_DIM)
 
 
 def pieces(
