@@ -86,6 +86,17 @@ def _beyond(path: Path) -> None:
     worlds.resign(path, lambda body: body["tensors"]["model.out.weight"]["chunks"][0].__setitem__(1, 10**9))
 
 
+def _many_times(path: Path) -> None:
+    """A thousand tensors in the bytes of one: loading them would take a thousand times its memory."""
+
+    def change(body: dict[str, Any]) -> None:
+        one = body["tensors"]["model.embedding.weight"]
+        body["tensors"] |= {f"extra.{i}": one for i in range(1, 1001)}
+        body["extra"] = [{"$tensor": f"extra.{i}"} for i in range(1, 1001)]
+
+    worlds.resign(path, change)
+
+
 def _other_version(path: Path) -> None:
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"version":1', '"version":2'))
@@ -105,6 +116,7 @@ DAMAGE = {
     "path that leaves": (_escape, "file name '../elsewhere.safetensors'"),
     "link": (_link, "part-00000.safetensors cannot be read"),
     "offset past the end": (_beyond, "past its end"),
+    "bytes listed twice": (_many_times, "chunks of 'extra.[0-9]*' and '.*' overlap in 'part-0000.*'"),
     "another version": (_other_version, "of version 1, got 'freehold.checkpoint' of 2"),
     "nested without end": (_deep, "no manifest, or a damaged one"),
     "no directory": (shutil.rmtree, "is not a directory"),

@@ -60,7 +60,7 @@ def agree(comm: Comm, error: Exception | None, values: dict[str, str] | None = N
 
 def _refusal(refused: dict[int, Report], num_ranks: int, doing: str) -> FreeholdError:
     first = next(iter(refused.values()))
-    kind = getattr(errors, first.error_type, None) if first.error_type in errors.__all__ else None
+    kind = getattr(errors, first.error_type) if first.error_type in errors.__all__ else None
     texts = {report.message for report in refused.values()}
     if num_ranks == 1 or (len(texts) == 1 and len(refused) == num_ranks):
         text = first.message

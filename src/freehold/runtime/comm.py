@@ -337,7 +337,9 @@ def make_comm(
     if dist.get_world_size(group) == 1:
         return LocalComm()
     native = _backend_name(group, device) != "gloo"
-    return _limited(NativeComm(group, device) if native else GlooComm(group, device, stripe), timeout_s)
+    comm = NativeComm(group, device) if native else GlooComm(group, device, stripe)
+    comm.watch.number = stripe
+    return _limited(comm, timeout_s)
 
 
 def control_comm(group: dist.ProcessGroup | None, timeout_s: object = None) -> Comm:

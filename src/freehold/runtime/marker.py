@@ -43,7 +43,7 @@ def make_marker(like: Tensor) -> tuple[GradientMarker, Tensor]:
 
 def _explanation(func: Callable[..., Any]) -> str:
     what = "p.grad is a placeholder: the averaged gradient is in its bucket, on the rank that owns it. "
-    if "unscale" in getattr(func, "__name__", ""):
+    if "unscale" in repr(func):  # not every callable of torch has a __name__
         return what + "Scale losses with freehold.GradScaler, which unscales it there (torch.amp.GradScaler cannot)"
     return what + (
         "Clip with opt.clip_grad_norm_(...) of the LayerwiseOptimizer instead of torch.nn.utils; change gradients "

@@ -74,6 +74,8 @@ class PeerWatch:
 
     Attributes:
         timeout_s: The longest wait.
+        number: Of the optimizer among those on the group, so that nobody reads what was left of an earlier one; -1
+            before there is one.
         calling: The public call under way, for messages.
         waiting_for: What is being waited for.
         failure: What went wrong; from then on nothing works any more.
@@ -83,6 +85,7 @@ class PeerWatch:
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, *, bounded: bool = True) -> None:
         self.timeout_s = _timeout_of(group)
+        self.number = -1
         self.calling = ""
         self.waiting_for = ""
         self.failure: PeerError | None = None
@@ -152,8 +155,11 @@ class PeerWatch:
                     transfer.work.wait()
             except RuntimeError as error:
                 waited_s = time.monotonic() - began
-                missing = sorted({t.peer for t in transfers[index:] if t.peer is not None and not _is_done(t)})
-                raise self.fail(self._text(missing, what, waited_s, error), missing) from error
+                late = self._bounded and waited_s >= 0.95 * self.timeout_s
+                # A connection that closed says nothing of the ranks that would have been waited for next.
+                silent = [transfer, *(t for t in transfers[index + 1 :] if late and not _is_done(t))]
+                missing = sorted({t.peer for t in silent if t.peer is not None})
+                raise self.fail(self._text(missing, what, waited_s, error, late=late), missing) from error
         self.waiting_for = ""
         if self.log is not None:
             self.log.add_wait(what, time.monotonic() - began)
@@ -207,8 +213,11 @@ class PeerWatch:
     def leave_note(self, text: str) -> None:
         """Write, for the other ranks to read, why this one takes no further part."""
         store = _store_of(self._group)
-        if store is not None:
-            _run_for(_NOTE_S, lambda: store.set(_key(self._rank), text.encode()))
+        if store is None:
+            return
+        # All optimizers on the group lose their connections with this one.
+        keys = [_key(watch.number, self._rank) for watch in {self, *_watches} if watch._group is self._group]
+        _run_for(_NOTE_S, lambda: [store.set(key, text.encode()) for key in keys])
 
     def _where(self) -> str:
         progress = self._progress() if self._progress is not None else None
@@ -217,9 +226,9 @@ class PeerWatch:
     def _in_call(self) -> str:
         return f" in {self.calling}" if self.calling else ""
 
-    def _text(self, missing: Sequence[int], what: str, waited_s: float, error: RuntimeError) -> str:
+    def _text(self, missing: Sequence[int], what: str, waited_s: float, error: RuntimeError, *, late: bool) -> str:
         ranks, where = _named(missing), f"{what}{self._in_call()}"
-        if self._bounded and waited_s >= 0.95 * self.timeout_s:
+        if late:
             return f"no answer from {ranks} in {waited_s:.1f} s (timeout_s={self.timeout_s:g}), waiting for {where}"
         return f"lost the connection to {ranks}, waiting for {where} ({first_line(error)})"
 
@@ -246,8 +255,9 @@ class PeerWatch:
             until = time.monotonic() + _NOTE_S
             while True:
                 for rank in others:
-                    if rank not in found and store.check([_key(rank)]):
-                        found[rank] = store.get(_key(rank)).decode()
+                    key = _key(self.number, rank)
+                    if rank not in found and store.check([key]):
+                        found[rank] = store.get(key).decode()
                 if missing <= found.keys() or time.monotonic() > until:
                     return
                 time.sleep(0.05)
@@ -262,8 +272,8 @@ _watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 @atexit.register
 def _say_why_this_process_ends() -> None:
     """An exception that nobody caught ends this process: let the others know which."""
-    error = getattr(sys, "last_value", None)
-    if error is not None:
+    if hasattr(sys, "last_value") and sys.last_value is not None:
+        error = sys.last_value
         for watch in list(_watches):
             watch.abort(f"ended with {type(error).__name__}: {first_line(error)}")
 
@@ -328,8 +338,8 @@ def _timeout_of(group: dist.ProcessGroup | None) -> float:
     return _DEFAULT_TIMEOUT_S
 
 
-def _key(rank: int) -> str:
-    return f"freehold/fault/{rank}"
+def _key(number: int, rank: int) -> str:
+    return f"freehold/fault/{number}/{rank}"
 
 
 def first_line(error: BaseException) -> str:

@@ -90,10 +90,16 @@ def flat_start(shape: Sequence[int], offsets: Sequence[int]) -> int:
 def tiles(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether boxes, each ``(offsets, sizes)``, are contiguous runs that cover the tensor exactly once.
 
+    A tensor without elements is covered by nothing, or by boxes without elements.
+
     Example:
         >>> tiles((3, 4), [((1, 0), (2, 4)), ((0, 0), (1, 4))]), tiles((3, 4), [((1, 0), (2, 4))])
         (True, False)
+        >>> tiles((0,), []), tiles((0,), [((0,), (0,))])
+        (True, True)
     """
+    if math.prod(shape) == 0:
+        return all(len(o) == len(s) == len(shape) and math.prod(s) == 0 for o, s in boxes)
     reached = 0
     inside = [(o, s) for o, s in boxes if len(o) == len(s) == len(shape)]
     for offsets, sizes in sorted(inside, key=lambda box: flat_start(shape, box[0])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from freehold.runtime.checkpoint.values import encode
 if TYPE_CHECKING:
     from freehold.runtime.optimizer import LayerwiseOptimizer
 
-__all__ = ["Draft", "digest", "draft_of", "objects_of", "value_piece", "with_objects"]
+__all__ = ["Draft", "digest", "draft_of", "objects_of", "options_of", "value_piece", "with_objects"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +36,13 @@ def draft_of(opt: LayerwiseOptimizer, inventory: Inventory, extra: Any, tensors:
     params: dict[str, ParamRecord] = {}
     for p in opt._params:
         kind = opt.param_groups[p.group]["rule"]
-        params[p.name] = ParamRecord(
-            rule=kind, rule_class=type(opt._options.rules[kind]).__name__, num_steps=p.num_steps
-        )
+        params[p.name] = ParamRecord(rule=kind, rule_class=opt._options.rules[kind].label, num_steps=p.num_steps)
     groups = tuple(
         GroupRecord(
             pattern=group["pattern"],
             rule=group["rule"],
             params=tuple(names[id(param)] for param in group["params"]),
-            options=encode(
-                {key: value for key, value in group.items() if key not in ("params", "pattern", "rule")},
-                tensors,
-                "options",
-            ),
+            options=encode(options_of(group), tensors, "options"),
         )
         for group in opt.param_groups
     )
@@ -66,6 +61,11 @@ def draft_of(opt: LayerwiseOptimizer, inventory: Inventory, extra: Any, tensors:
     )
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a param group is options: all but what says which params it holds."""
+    return {key: value for key, value in group.items() if key not in ("params", "pattern", "rule")}
+
+
 def objects_of(inventory: Inventory) -> tuple[dict[str, tuple[int, list[Any]]], list[Piece]]:
     """What rules keep per matrix: encoded, by param and index of the first matrix, and its tensors."""
     records: dict[str, tuple[int, list[Any]]] = {}
@@ -74,13 +74,12 @@ def objects_of(inventory: Inventory) -> tuple[dict[str, tuple[int, list[Any]]], 
         tensors: dict[str, Tensor] = {}
         encoded = [encode(item, tensors, f"objects.{name}.{first + i}") for i, item in enumerate(kept)]
         records[name] = (first, encoded)
-        pieces += map(value_piece, tensors.items())
+        pieces += [value_piece(key, tensor) for key, tensor in tensors.items()]
     return records, pieces
 
 
-def value_piece(item: tuple[str, Tensor]) -> Piece:
+def value_piece(key: str, tensor: Tensor) -> Piece:
     """A tensor out of ``extra``, options or objects; its key stands by itself."""
-    key, tensor = item
     return Piece(
         schema=Schema(name=key, field="", dtype=tensor.dtype, shape=tuple(tensor.shape), bare=True),
         offsets=(0,) * tensor.ndim,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +16,14 @@ from freehold.errors import CheckpointError
 from freehold.plan import Slot
 from freehold.runtime.agreement import agree
 from freehold.runtime.buffers import BucketBuffers
+from freehold.runtime.checkpoint.draft import options_of
 from freehold.runtime.checkpoint.inventory import Inventory, optim_key, schemas_of, state_of, take_inventory
 from freehold.runtime.checkpoint.manifest import GroupRecord, ParamRecord, TensorRecord
 from freehold.runtime.checkpoint.matching import Match, Saved, match, match_groups
 from freehold.runtime.checkpoint.meeting import meet
 from freehold.runtime.checkpoint.restoring import begin_restoring, finish_restoring, restore_objects
 from freehold.runtime.checkpoint.values import decode, encode
+from freehold.runtime.consensus import options_text
 
 if TYPE_CHECKING:
     from freehold.runtime.optimizer import LayerwiseOptimizer
@@ -100,8 +104,11 @@ def full_optim_state_dict(opt: LayerwiseOptimizer, *, rank0_only: bool = True) -
     if not keeps:
         return None
     names = {id(p.param): p.name for p in opt._params}
-    groups = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in opt.param_groups]
-    rules = {kind: type(rule).__name__ for kind, rule in opt._options.rules.items()}
+    groups = [
+        {**copy.deepcopy({**group, "params": ()}), "params": [names[id(param)] for param in group["params"]]}
+        for group in opt.param_groups
+    ]
+    rules = {kind: rule.label for kind, rule in opt._options.rules.items()}
     return {"format": FORMAT, "version": VERSION, "rules": rules, "state": state, "param_groups": groups}
 
 
@@ -195,32 +202,49 @@ def load_optim_state_dict(opt: LayerwiseOptimizer, state_dict: Any) -> None:
 
     Raises:
         CheckpointError: It is something else, or does not fit; nothing was loaded.
-        ConsistencyError: Not all ranks made this call.
+        ConsistencyError: Not all ranks made this call, or what they pass differs in names, shapes, step counters or
+            options; nothing was loaded.
     """
     meet(opt, "load_state_dict")
-    inventory, saved, error = _agreed_inventory(opt, "load_state_dict"), None, None
+    inventory, error, values = _agreed_inventory(opt, "load_state_dict"), None, dict[str, str]()
     options: list[Mapping[str, Any]] = []
+    records: dict[str, ParamRecord] = {}
+    tensors: dict[str, Tensor] = {}
     try:
         saved = _saved(state_dict)
         result = match(saved, inventory, opt)
         options = _options_of(state_dict, opt)
         result.refuse("the state dict", strict=True)
+        for name, record in saved.params.items():
+            records[name] = _with_tensors(record, state_dict["state"][name], tensors)
+        values = _to_compare(saved, state_dict["param_groups"])
     except Exception as found:  # no rank may leave alone
         error = found
-    agree(opt._comm, error, doing="load_state_dict")
-    assert saved is not None, "agree() raises where a rank failed"
+    agree(opt._comm, error, values, doing="load_state_dict")
     begin_restoring(opt, Path("a state dict"))
     for piece in inventory.owned:
         tensor = state_dict["state"][piece.schema.name][piece.schema.field]
         for dim, (offset, size) in enumerate(zip(piece.offsets, piece.tensor.shape, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         piece.tensor.copy_(tensor)
-    names = {p.name: p.name for p in opt._params}
-    tensors: dict[str, Tensor] = {}
-    records = {name: _with_tensors(record, state_dict["state"][name], tensors) for name, record in saved.params.items()}
-    restore_objects(inventory, records, names, tensors, opt)
-    steps = {name: record.num_steps for name, record in saved.params.items()}
+    restore_objects(inventory, records, {p.name: p.name for p in opt._params}, tensors, opt)
+    steps = {name: record.num_steps for name, record in records.items()}
     finish_restoring(opt, inventory, (), steps, options)
+
+
+def _to_compare(saved: Saved, groups: Any) -> dict[str, str]:
+    """What must be equal on all ranks, or training goes apart without a word. State itself is each owner's alone."""
+    steps = sorted((name, record.num_steps) for name, record in saved.params.items())
+    counts = sorted({num_steps for _, num_steps in steps})
+    return {
+        "names and shapes": _short_hash((sorted(saved.tensors.items()), [group["params"] for group in groups])),
+        "step counters": f"{', '.join(map(str, counts[:5]))} (hash {_short_hash(steps)})",
+        "options": options_text(groups),
+    }
+
+
+def _short_hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _saved(state_dict: Any) -> Saved:
@@ -259,7 +283,7 @@ def _options_of(state_dict: Mapping[str, Any], opt: LayerwiseOptimizer) -> list[
             pattern=group["pattern"],
             rule=group["rule"],
             params=tuple(group["params"]),
-            options={key: value for key, value in group.items() if key not in ("params", "pattern", "rule")},
+            options=options_of(group),
         )
         for group in state_dict["param_groups"]
     )
@@ -269,4 +293,4 @@ def _options_of(state_dict: Mapping[str, Any], opt: LayerwiseOptimizer) -> list[
     for options, live in zip(found, opt.param_groups, strict=True):
         if options is not None:
             opt._options.rules[live["rule"]].validate({**live, **options})
-    return [{} if options is None else dict(options) for options in found]
+    return [{} if options is None else copy.deepcopy(dict(options)) for options in found]

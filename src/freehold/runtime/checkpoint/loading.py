@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from freehold.errors import CheckpointError
 from freehold.runtime.agreement import agree
+from freehold.runtime.checkpoint.draft import value_piece
 from freehold.runtime.checkpoint.driver import drive_load
-from freehold.runtime.checkpoint.inventory import Inventory, Piece, Schema, take_inventory
+from freehold.runtime.checkpoint.inventory import Inventory, Piece, take_inventory
 from freehold.runtime.checkpoint.manifest import Manifest, read_manifest
 from freehold.runtime.checkpoint.matching import Match, Saved, decoded_options, match, match_groups
 from freehold.runtime.checkpoint.meeting import meet
@@ -45,7 +46,7 @@ class _Plan:
         """Every piece that was saved, with the key under which it was."""
         wanted = [*self.inventory.owned, *self.inventory.replicas]
         found = [(self.match.key_of[piece.key], piece) for piece in wanted if piece.key in self.match.key_of]
-        return found + [(key, _whole(key, tensor)) for key, tensor in self.values.items()]
+        return found + [(key, value_piece(key, tensor)) for key, tensor in self.values.items()]
 
 
 def load(
@@ -169,11 +170,6 @@ def _references(record: Any) -> Iterable[str]:
                 yield item
             else:
                 yield from _references(item)
-
-
-def _whole(key: str, tensor: Tensor) -> Piece:
-    schema = Schema(name=key, field="", dtype=tensor.dtype, shape=tuple(tensor.shape), bare=True)
-    return Piece(schema=schema, offsets=(0,) * tensor.ndim, tensor=tensor)
 
 
 def _check_files(folder: Path, manifest: Manifest, opt: LayerwiseOptimizer) -> None:

@@ -7,12 +7,14 @@ rules' state. A tensor consists of one or more chunks, boxes of the full tensor,
 chunk is of no consequence for loading. The manifest is written last, so a directory without one is no checkpoint.
 
 The manifest holds its own SHA-256 and that of every part. It is read as JSON, never unpickled. File names must be those
-of parts, offsets must lie in their files, and chunks must tile their tensors, or it is refused.
+of parts, offsets must lie in their files, no byte may be listed twice, and chunks must tile their tensors, or it is
+refused.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -141,7 +143,8 @@ def _tensor_record(record: TensorRecord) -> dict[str, Any]:
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """The one text of a value: reading it and writing it again changes no byte, the order of its keys included."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def _digest(body: Any) -> str:
@@ -234,4 +237,19 @@ def _problems(manifest: Manifest) -> list[str]:
             end = chunk.offset + math.prod(chunk.sizes) * record.dtype.itemsize
             if end > sizes.get(chunk.file, -1):
                 problems.append(f"a chunk of {key!r} ends at byte {end:,} of {chunk.file!r}, past its end")
-    return problems
+    return problems + _overlaps(manifest.tensors)
+
+
+def _overlaps(tensors: Mapping[str, TensorRecord]) -> list[str]:
+    """Bytes that are listed twice: a small file could claim any amount of memory with them."""
+    runs = sorted(
+        (chunk.file, chunk.offset, chunk.offset + math.prod(chunk.sizes) * record.dtype.itemsize, key)
+        for key, record in tensors.items()
+        for chunk in record.chunks
+        if math.prod(chunk.sizes) > 0
+    )
+    return [
+        f"chunks of {key!r} and {other!r} overlap in {file!r}"
+        for (file, _, end, key), (other_file, start, _, other) in itertools.pairwise(runs)
+        if file == other_file and start < end
+    ]

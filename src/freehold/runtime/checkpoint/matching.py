@@ -135,7 +135,7 @@ def _match_params(saved: Saved, opt: LayerwiseOptimizer, result: Match) -> None:
             continue
         result.name_of[p.name] = name
         kind = opt.param_groups[p.group]["rule"]
-        rule = type(opt._options.rules[kind]).__name__
+        rule = opt._options.rules[kind].label
         if (record.rule, record.rule_class) != (kind, rule):
             result.lenient.append(f"param {p.name!r} was updated by {record.rule_class}, and now is by {rule}")
         if p.matrix_shape is not None and record.objects:

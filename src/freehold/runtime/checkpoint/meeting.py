@@ -10,7 +10,6 @@ import torch
 from freehold.errors import CheckpointError, LifecycleError
 from freehold.runtime.agreement import StepRow, agree, exchange_step_rows
 from freehold.runtime.consensus import options_text
-from freehold.runtime.phases import WeightPhase
 from freehold.runtime.update import refresh_masters
 
 if TYPE_CHECKING:
@@ -31,14 +30,20 @@ def meet(opt: LayerwiseOptimizer, operation: str) -> None:
 
     Raises:
         ConsistencyError: Another rank is in another call, such as ``step``; on all ranks.
-        LifecycleError: Closed, or between a backward that updates early and its ``step``.
+        LifecycleError: Closed; or, unless it loads, between a backward that updates early and its ``step``, or after an
+            update or a load that failed half-way on any rank.
     """
     opt._refuse_if_closed()
     opt.synchronize()
     error = None
-    early = [bucket.index for bucket in opt._buckets if bucket.weight_phase is not WeightPhase.READY]
-    if early:
+    if opt._early.done and not operation.startswith("load"):  # loading makes up for it
+        early = sorted(opt._early.done)
         error = LifecycleError(f"{operation}: backward has updated buckets {early} already; call step() first")
+    elif opt._update_error is not None and not operation.startswith("load"):
+        error = LifecycleError(
+            f"{operation}: weights and state are incomplete, since an earlier step or load failed half-way "
+            f"({opt._update_error}); load a checkpoint"
+        )
     written = [p.param._version != p.version for p in opt._params]
     row: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(StepRow)), 0)
     row |= {"operation": _OPERATIONS[operation], "written": any(written), "failed": error is not None}

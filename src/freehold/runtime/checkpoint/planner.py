@@ -122,6 +122,8 @@ class PieceLoadPlanner(LoadPlanner):
             assert isinstance(saved, TensorStorageMetadata), f"{index.fqn} is no tensor"
             if tensor.dtype != saved.properties.dtype:  # DCP itself would cast, silently
                 raise CheckpointError(f"{index.fqn!r} was saved as {saved.properties.dtype}, not {tensor.dtype}")
+            if tensor.numel() == 0:
+                continue
             wanted = ChunkStorageMetadata(offsets=index.offset or torch.Size(()), sizes=tensor.shape)
             items += create_read_items_for_chunk_list(index.fqn, saved, [wanted])
         return LoadPlan(items)

@@ -45,7 +45,8 @@ def restore_objects(
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    """A tensor of the rule's own: rules change theirs in place, and the caller's stays as it is."""
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def finish_restoring(
@@ -80,6 +81,7 @@ def finish_restoring(
     for bucket in reversed(opt._buckets):
         opt._gatherer.launch(bucket)
     opt._gatherer.wait_all()
+    opt._early.reset()
     opt._update_error = None
 
 

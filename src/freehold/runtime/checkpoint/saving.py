@@ -161,7 +161,8 @@ def _begin(
         draft = draft_of(opt, inventory, extra if comm.rank == 0 else None, values_of_rank_0)
         pieces += inventory.owned
         if comm.rank == 0:
-            pieces += [*inventory.replicas, *map(value_piece, values_of_rank_0.items())]
+            pieces += inventory.replicas
+            pieces += [value_piece(key, tensor) for key, tensor in values_of_rank_0.items()]
         values = {"path": str(target), "keep": repr(keep), "names and shapes": digest(inventory.schemas)}
     except Exception as found:  # whatever it is, no rank may leave alone
         error, objects = found, {}
@@ -299,7 +300,7 @@ class Saving:
         wait_for_all(self._comm, self._written)
         reports = self._comm.gather_objects((self._error is not None, self._record))
         self._asked.set()
-        self._ended.wait()
+        wait_for_all(self._comm, self._ended)  # rank 0 may be completing the checkpoint, or pruning
         failed = any(refused for refused, _ in reports)
         records = [record for _, record in reports]
         try:
