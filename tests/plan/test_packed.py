@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from freehold.errors import PlanError
-from freehold.plan import Layout, ParamSpec, plan, rank_costs
+from freehold.plan import Layout, ParamSpec, flop_costs, plan, rank_costs
 from freehold.plan.bounds import buffer_bound
 from freehold.plan.policies.packed import PackedPolicy
 from planner_cases import (
@@ -169,7 +169,7 @@ def test_isolated_params_are_alone_on_rank_0_and_cost_balances_around_them() -> 
     layout = packed(params, 2, 1)
     assert layout.owner("shared") == 0
     assert len(layout.bucket_of("shared").slots) == 1
-    assert len(set(rank_costs(layout))) == 1
+    assert len(set(rank_costs(layout, flop_costs(params)))) == 1
 
 
 def test_only_isolated_params() -> None:
@@ -181,7 +181,7 @@ def test_cost_is_even_though_sizes_are_equal() -> None:
     # 2**14 elements each, but of three costs: packing by size alone would give whatever order they come in.
     params = specs_of_shapes([(128, 128)] * 8 + [(256, 64)] * 8 + [(512, 32)] * 8)
     layout = packed(params, 8, None)
-    costs = rank_costs(layout)
+    costs = rank_costs(layout, flop_costs(params))
     assert layout.padding_numel == 0
     assert max(costs) == min(costs)
 

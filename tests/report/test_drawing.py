@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samples import layouts_of, model
 
 from freehold.errors import LayoutError
-from freehold.plan import Layout, ParamSpec, plan, rank_costs
+from freehold.plan import Layout, ParamSpec, flop_costs, plan, rank_costs
 from freehold.plan.machine import Machine, Workload
 from freehold.plan.timeline import simulate
 from freehold.report.colouring import make_colourings
@@ -48,7 +48,7 @@ def test_bands_and_cells_hold_every_element_once(case: Case, ranks_per_column: i
         assert found == wanted
         assert all(before.column <= after.column for before, after in pairwise(cells))
     assert panel.height_numel == top == layout.numel // layout.num_ranks
-    assert panel.rank_cost == rank_costs(layout)
+    assert panel.rank_cost == rank_costs(layout, flop_costs(layout.params))
 
 
 def test_a_cell_of_several_ranks_names_how_many_params_it_shows() -> None:

@@ -49,7 +49,7 @@ def newton_schulz_flops(rows: int, cols: int, num_steps: int = 5) -> int:
 
 
 def flop_costs(params: Iterable[ParamSpec]) -> dict[tuple[int, int], int]:
-    """The table of ``newton_schulz_flops`` for ``plan(costs=...)``: what the runtime balances by.
+    """The table of ``newton_schulz_flops`` for ``plan(costs=...)``: what ``packed`` balances by, and reports count in.
 
     ``max_min_squared`` takes a matrix of 512 x 2048 for four of 512 x 512; by flops it is three.
 

@@ -12,10 +12,11 @@ from typing import cast
 
 from freehold.errors import LayoutError, PlanError, PlanTypeError
 from freehold.plan.bucket import Bucket, Mode, Slot
-from freehold.plan.cost import Costs, param_cost
+from freehold.plan.cost import Costs, flop_costs, param_cost
 from freehold.plan.flat import flat_buckets
 from freehold.plan.layout import Layout
 from freehold.plan.policies import policy_label, resolve_policy
+from freehold.plan.policies.packed import PackedPolicy
 from freehold.plan.problem import Item, PackedBucket, Placement, Policy, Problem, shard_unit
 from freehold.plan.spec import ParamSpec
 
@@ -42,8 +43,9 @@ def plan(
         policy: A name of ``policy_names()``, or a callable from a ``Problem`` to packed buckets.
         alignment: Slots begin on multiples of this many elements, a power of two.
         high_busbw: Pad buckets to multiples of 2**16 elements too, for NCCL's bus bandwidth.
-        costs: What one matrix of each shape ``(M, N)`` costs, as positive ints (measured nanoseconds, say); ``None``
-            counts ``max_min_squared``. Ranks that plan for themselves must have equal tables.
+        costs: What one matrix of each shape ``(M, N)`` costs, as positive ints (measured nanoseconds, say). ``None``
+            counts flops for ``packed``, and for all others ``max_min_squared``, as Megatron-LM does. Ranks that plan
+            for themselves must have equal tables.
 
     Returns:
         The layout. Params of different dtype, and those updated as matrices and element by element, are in
@@ -81,8 +83,12 @@ def plan(
         bucket_numel=frame.bucket_numel,
         policy=label,
         params=specs,
-        buckets=_all_buckets(untied, frame, decide, label, costs),
+        buckets=_all_buckets(untied, frame, decide, label, _costs_for(decide, specs) if costs is None else costs),
     )
+
+
+def _costs_for(decide: Policy, specs: tuple[ParamSpec, ...]) -> Costs | None:
+    return flop_costs(specs) if isinstance(decide, PackedPolicy) else None
 
 
 def default_bucket_numel(real_numel: int, num_ranks: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from freehold.errors import LayoutError
 from freehold.plan.bucket import Bucket, Mode
-from freehold.plan.cost import rank_costs
+from freehold.plan.cost import flop_costs, rank_costs
 from freehold.plan.layout import Layout
 from freehold.plan.spec import ParamSpec
 from freehold.plan.timeline import Timeline
@@ -223,7 +223,8 @@ def _panel(layout: Layout, report: LayoutReport, timeline: Timeline | None) -> P
     for bucket in layout.buckets:
         bands.append(_band(bucket, index, top_numel))
         top_numel += bucket.shard_numel
-    return Panel(report=report, bands=tuple(bands), rank_cost=rank_costs(layout), timeline=timeline)
+    rank_cost = rank_costs(layout, flop_costs(layout.params))
+    return Panel(report=report, bands=tuple(bands), rank_cost=rank_cost, timeline=timeline)
 
 
 def _band(bucket: Bucket, index: dict[str, int], top_numel: int) -> Band:

@@ -8,7 +8,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 
-from freehold.plan.cost import granule_cost
+from freehold.plan.cost import flop_costs, granule_cost
 from freehold.plan.timeline import Timeline
 from freehold.report.colouring import Colouring, shape_text
 from freehold.report.drawing import Band, Drawing, Panel
@@ -59,13 +59,14 @@ def _version() -> str:
 
 def _record(drawing: Drawing) -> dict[str, object]:
     params = drawing.params
+    costs = flop_costs(params)
     return {
         "ranks": drawing.num_ranks,
         "names": [spec.name for spec in params],
         "shapes": [shape_text(spec.shape) for spec in params],
         "numels": [spec.numel for spec in params],
         "granules": [spec.granule for spec in params],
-        "costs": [granule_cost(spec) for spec in params],
+        "costs": [granule_cost(spec, costs) for spec in params],
         "roles": [role_of(spec).code for spec in params],
         "layers": ["" if layer_of(spec) is None else str(layer_of(spec)) for spec in params],
         "paddingLine": PADDING_LINE,

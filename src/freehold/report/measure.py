@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from freehold.plan.bounds import BoundTerm, BufferBound, MakespanBound, buffer_bound, makespan_bound
 from freehold.plan.bucket import Bucket, Mode
-from freehold.plan.cost import param_cost, rank_costs
+from freehold.plan.cost import flop_costs, param_cost, rank_costs
 from freehold.plan.layout import Layout
 from freehold.plan.machine import element_bytes
 from freehold.plan.problem import Item, Problem, align_up, shard_unit
@@ -57,7 +57,7 @@ class LayoutReport:
         real_numel: Elements that belong to params.
         buffer_numel: Elements of all buffers.
         lower_bound_numel: The least that ``buffer_numel`` can be.
-        makespan: Newton-Schulz work of the dearest rank, in units of ``max(M, N) x min(M, N)**2``.
+        makespan: Newton-Schulz work of the dearest rank, in flops (``newton_schulz_flops``).
         makespan_lower_bound: The least that ``makespan`` can be.
         num_buckets: How many collectives each way.
         largest_bucket_numel: Elements of the largest bucket, padding included.
@@ -136,7 +136,7 @@ def measure(layout: Layout, *, plan_s: float) -> LayoutReport:
         real_numel=layout.real_numel,
         buffer_numel=layout.numel,
         lower_bound_numel=flat_numel + sum(bound.numel for _, bound in bounds),
-        makespan=max(rank_costs(layout)),
+        makespan=max(rank_costs(layout, flop_costs(layout.params))),
         makespan_lower_bound=work.cost,
         num_buckets=len(layout.buckets),
         largest_bucket_numel=max(bucket.numel for bucket in layout.buckets),
@@ -159,6 +159,7 @@ def _groups(layout: Layout) -> tuple[_Group, ...]:
 
 def _problem(specs: Iterable[ParamSpec], layout: Layout) -> Problem:
     items: list[Item] = []
+    costs = flop_costs(layout.params)
     kinds: dict[tuple[object, ...], Item] = {}  # a model has few kinds of params, and may have 45,000 of them
     for index, spec in enumerate(specs):
         kind = (spec.shape, spec.rule, spec.granule_numel, spec.isolated)
@@ -167,7 +168,7 @@ def _problem(specs: Iterable[ParamSpec], layout: Layout) -> Problem:
                 index=index,
                 numel=spec.numel,
                 granule_numel=spec.granule,
-                cost=param_cost(spec),
+                cost=param_cost(spec, costs),
                 isolated=spec.isolated,
                 shape=spec.shape,
             )
@@ -224,7 +225,8 @@ def _cause(term: BoundTerm, specs: tuple[ParamSpec, ...]) -> str:
 
 def _work_advice(work: MakespanBound, groups: tuple[_Group, ...], layout: Layout) -> Iterable[str]:
     specs = [spec for group in groups if group.mode == "whole" for spec in group.specs]
-    total = sum(param_cost(spec) for spec in specs)
+    costs = flop_costs(specs)
+    total = sum(param_cost(spec, costs) for spec in specs)
     item = work.active.item
     if item is None or work.cost * layout.num_ranks <= _UNEVEN * total:
         return

@@ -369,8 +369,8 @@ def _legend(colouring: Colouring, y: float, width: int) -> Iterator[Shape]:
     yield Text(
         x=_MARGIN,
         y=y + 28,
-        text="Height is memory: elements of one rank, on one scale. Load: Newton-Schulz work of each rank, "
-        "max(M, N) min(M, N)^2 a matrix. Numbers at the left are buckets, in the order in which they are reduced.",
+        text="Height is memory: elements of one rank, on one scale. Load: flops of Newton-Schulz of each "
+        "rank. Numbers at the left are buckets, in the order in which they are reduced.",
         colour=_SOFT,
         size=11.5,
     )

@@ -82,7 +82,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
             bits. It needs ``on_nonfinite="ignore"``, one synchronising backward a window, and no clipping; gradients
             can then not be discarded, and between backward and ``step`` ranks hold different weights.
         costs: What a matrix of each shape costs, to balance by, equal on all ranks: ``CostModel.table(...)`` of one of
-            them, say. ``None`` counts the flops of Newton-Schulz.
+            them, say. ``None`` is as for ``plan``.
         timeout_s: The longest that this rank waits for another, in seconds; then it raises ``PeerError``. ``None`` for
             the process group's own (gloo: 30 minutes). nccl's watchdog has the group's, whatever is given here.
         verify_every: Call ``verify()`` at the end of every such step; by default never. It waits for all weights.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from freehold.errors import LifecycleError, PlanError, PlanTypeError, RoutingError
-from freehold.plan import Bucket, Costs, Layout, ParamSpec, Policy, Slot, flop_costs, plan
+from freehold.plan import Bucket, Costs, Layout, ParamSpec, Policy, Slot, plan
 from freehold.rules import Rule
 from freehold.runtime.agreement import agree
 from freehold.runtime.buffers import BucketBuffers, allocate_weights, reduction_dtype
@@ -143,7 +143,6 @@ def draw_up(params: object, options: Options, num_ranks: int) -> Blueprint:
     _check_rules(routes, options.rules)
     param_groups, group_of = _param_groups(routes, options)
     LiveOptions([group["rule"] for group in param_groups], group_of, routes, options.rules).check(param_groups)
-    specs = _specs(routes)
     return Blueprint(
         module=module,
         routes=tuple(routes),
@@ -151,11 +150,11 @@ def draw_up(params: object, options: Options, num_ranks: int) -> Blueprint:
         param_groups=param_groups,
         group_of=group_of,
         layout=plan(
-            specs,
+            _specs(routes),
             num_ranks=num_ranks,
             bucket_numel=options.bucket_numel,
             policy=options.policy,
-            costs=flop_costs(specs) if options.costs is None else options.costs,
+            costs=options.costs,
         ),
     )
 

@@ -12,7 +12,7 @@ from freehold.plan.policies._packed.beam import EFFORTS, Beam
 from freehold.plan.policies._packed.deal import deal
 from freehold.plan.policies._packed.improve import improve
 from freehold.plan.policies._packed.plans import KindPlan, Plans
-from freehold.plan.policies._packed.portfolio import baselines, shared_height
+from freehold.plan.policies._packed.portfolio import baselines, by_shape, shared_height
 from freehold.plan.policies._packed.score import Scale, estimate, exposed_of_plan, measure
 from freehold.plan.policies._packed.stock import Stock, take_stock
 from freehold.plan.problem import PackedBucket, Problem
@@ -99,7 +99,7 @@ class PackedPolicy:
         candidates = self._dealt(problem, stock, plans, scale, height)
         least = min(height, *(shared_height(problem, c) for c in candidates)) if candidates else height
         allowed = min(height, least + self._slack(stock))
-        candidates += [b for b in others if shared_height(problem, b) <= allowed]
+        candidates += [by_shape(problem, b) for b in others if shared_height(problem, b) <= allowed]
         return min(candidates, key=lambda buckets: measure(problem, buckets, scale))
 
     def _slack(self, stock: Stock) -> int:

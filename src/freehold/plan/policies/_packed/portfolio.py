@@ -8,9 +8,9 @@ from freehold.plan.policies._greedy import absorb_runs, threshold_runs
 from freehold.plan.policies.absorb import absorb_policy
 from freehold.plan.policies.ns_cost import ns_cost_policy
 from freehold.plan.policies.threshold import threshold_policy
-from freehold.plan.problem import Item, PackedBucket, Problem, align_up
+from freehold.plan.problem import Item, PackedBucket, Placement, Problem, align_up
 
-__all__ = ["baselines", "shared_height"]
+__all__ = ["baselines", "by_shape", "shared_height"]
 
 _ALWAYS_ITEMS = 2_000
 """Up to this many params the other policies are always tried; beyond, only if they could be smaller."""
@@ -32,6 +32,24 @@ def baselines(problem: Problem, height: int | None) -> list[tuple[PackedBucket, 
     if _least_height(problem, absorb_runs(problem)) < height:
         results += [absorb_policy(problem), ns_cost_policy(problem)]
     return results
+
+
+def by_shape(problem: Problem, buckets: Sequence[PackedBucket]) -> tuple[PackedBucket, ...]:
+    """The same buckets with equal shapes next to each other inside every shard, where no stack runs through shards."""
+    return tuple(_shard_by_shape(problem, bucket) for bucket in buckets)
+
+
+def _shard_by_shape(problem: Problem, bucket: PackedBucket) -> PackedBucket:
+    items = [(placement.rank, problem.items[placement.index]) for placement in bucket.placements]
+    if any(item.granule_numel < item.numel for _, item in items):
+        return bucket
+    placements: list[Placement] = []
+    free: dict[int, int] = {}
+    for rank, item in sorted(items, key=lambda pair: (pair[0], -pair[1].numel, pair[1].shape, pair[1].index)):
+        offset = free.get(rank, 0)
+        placements.append(Placement(index=item.index, rank=rank, offset=offset))
+        free[rank] = align_up(offset + item.numel, problem.alignment)
+    return PackedBucket(placements=tuple(placements), shard_numel=bucket.shard_numel)
 
 
 def shared_height(problem: Problem, buckets: Sequence[PackedBucket]) -> int:
