@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -45,8 +46,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     _measure(options)
-    # Every DDP is gone by now. If one outlived the group, its C++ part would be the last to hold it, and destroy it
-    # while holding the GIL, for which gloo's worker threads may be waiting: a deadlock (pytorch issue 56297).
+    # A DDP that outlives the group destroys it while holding the GIL, for which gloo's worker threads may be waiting:
+    # a deadlock (pytorch issue 56297), or, at the end of the interpreter, an abort. Collect what is left of it.
+    gc.collect()
     dist.destroy_process_group()
 
 

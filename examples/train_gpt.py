@@ -11,6 +11,7 @@ The text is bytes (no tokenizer); by default that of Python's own standard libra
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import statistics
@@ -98,8 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _train_and_report(options, device)
     finally:
-        # Every DDP is gone since _run returned. One that outlives the group destroys it while holding the GIL, for
-        # which gloo's worker threads may be waiting: a deadlock (pytorch issue 56297).
+        # A DDP that outlives the group destroys it while holding the GIL, for which gloo's worker threads may be waiting:
+        # a deadlock (pytorch issue 56297), or, at the end of the interpreter, an abort. Collect what is left of it.
+        gc.collect()
         dist.destroy_process_group()
 
 

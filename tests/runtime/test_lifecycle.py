@@ -13,7 +13,7 @@ from cases import TorchPair, assert_ranks_agree, assert_same, data, error_of, ev
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from freehold import LayerwiseOptimizer
+from freehold import AdamW, LayerwiseOptimizer, Muon
 
 
 def _net(seed: int = 20, width: int = 8) -> nn.Sequential:
@@ -289,3 +289,27 @@ def _start_from_rank_0() -> None:
 
 def test_all_ranks_start_from_the_weights_and_buffers_of_group_rank_0() -> None:
     run_ranks(2, _start_from_rank_0)
+
+
+def _holders_of_the_group() -> list[str]:
+    gc.collect()
+    gc.disable()
+    try:
+        group = dist.group.WORLD
+        before = {id(holder) for holder in gc.get_referrers(group)}
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        opt = LayerwiseOptimizer(model, matrix=Muon(), elementwise=AdamW())
+        model(torch.ones(2, 8)).sum().backward()
+        opt.step()
+        opt.close()
+        del opt, model
+        found = [type(holder).__name__ for holder in gc.get_referrers(group) if id(holder) not in before]
+    finally:
+        gc.enable()
+    return [name for name in found if name not in ("tuple", "list", "dict")]
+
+
+def test_a_closed_optimizer_lets_go_of_the_process_group() -> None:
+    """A group that outlives destroy_process_group ends with the interpreter, while its threads still run: an abort."""
+    for holders in run_ranks(2, _holders_of_the_group):
+        assert holders == []

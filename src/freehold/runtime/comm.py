@@ -105,6 +105,13 @@ class Comm(ABC):
     watch: PeerWatch
     """How long this rank waits for the others, and what has become of them."""
 
+    def detach(self) -> None:
+        """No more calls: let go of the process group, so that ``destroy_process_group`` ends its threads at once.
+
+        A group that outlives that call ends with the interpreter, which its threads do not survive.
+        """
+        self.watch.detach()
+
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, bucket: int) -> Pending:
         """Start summing ``flat`` ``(num_ranks * n,)`` over ranks; the own shard holds the SUM after ``wait()``."""
@@ -172,6 +179,10 @@ class _GroupComm(Comm):
         self.num_ranks = dist.get_world_size(group)
         self._control_device = device
         self.watch = PeerWatch(group, self.rank, bounded=bounded)
+
+    def detach(self) -> None:
+        self.group = None
+        self.watch.detach()
 
     def broadcast_(self, tensor: Tensor) -> None:
         if tensor.numel() == 0:
@@ -250,6 +261,10 @@ class GlooComm(_GroupComm):
         self._tag = _TAG_BASE + (stripe % _NUM_STRIPES if stripe >= 0 else -1) * _TAGS_PER_OWNER
         self._peers = [r for r in range(self.num_ranks) if r != self.rank]
         self._messages = Messages(group, self.rank, self.num_ranks, self.watch, self._tag + _BUCKET_TAGS)
+
+    def detach(self) -> None:
+        super().detach()
+        self._messages.detach()
 
     def _tag_of(self, bucket: int, direction: int) -> int:
         # Buckets that share a tag after wrapping round are started in the same order everywhere, and gloo delivers

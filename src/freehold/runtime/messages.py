@@ -56,6 +56,10 @@ class Messages:
         self._watch = watch
         self._tag = tag
 
+    def detach(self) -> None:
+        """Let go of the group."""
+        self._group = None
+
     def swap(self, kind: Kind, payload: Tensor) -> list[Tensor]:
         """Every rank's bytes, by rank.
 

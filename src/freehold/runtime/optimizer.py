@@ -149,6 +149,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
         self._blueprint = agreed_blueprint(model_or_named_params, options, group)
         device = self._blueprint.routes[0].named.param.device
         self._comm = make_comm(group, device, next_stripe(group), timeout_s)
+        del group, process_group  # torch's first import of its compiler, below, keeps this frame; see Comm.detach
         params, buckets = build(self._blueprint, options, self._comm)
         super().__init__(self._blueprint.param_groups, _defaults(options))
         self._start(params, buckets)
@@ -315,7 +316,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
             self._guard.remove()
             self._hooks.remove()
             release([r.named for r in self._blueprint.routes], self)
-            self._comm.watch.detach()
+            self._comm.detach()
             self._closed = True
 
     # ---- one step, in parts ------------------------------------------------------------------------------------------

@@ -105,8 +105,9 @@ class PeerWatch:
         self.log, self.bucket_params, self._progress = log, bucket_params, weakref.WeakMethod(progress)
 
     def detach(self) -> None:
-        """The optimizer was closed: nothing of it is told to others any more."""
+        """The optimizer was closed: nothing of it is told to others any more, and the group is let go of."""
         _watches.discard(self)
+        self._group = None
 
     @contextlib.contextmanager
     def during(self, call: str) -> Iterator[None]:
