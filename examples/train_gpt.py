@@ -99,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _train_and_report(options, device)
     finally:
-        # A DDP that outlives the group destroys it while holding the GIL, for which gloo's worker threads may be waiting:
-        # a deadlock (pytorch issue 56297), or, at the end of the interpreter, an abort. Collect what is left of it.
+        # A DDP that outlives the group destroys it while holding the GIL, for which gloo's worker threads may wait: a
+        # deadlock (pytorch issue 56297), or, at the end of the interpreter, an abort. Collect what is left of it.
         gc.collect()
         dist.destroy_process_group()
 
