@@ -59,14 +59,18 @@ def _version() -> str:
 
 def _record(drawing: Drawing) -> dict[str, object]:
     params = drawing.params
-    costs = flop_costs(params)
+    table = flop_costs(params)
+    cost_of = [granule_cost(spec, table) for spec in params]
+    costs = sorted(set(cost_of))  # few, and long numbers
+    place = {cost: index for index, cost in enumerate(costs)}
     return {
         "ranks": drawing.num_ranks,
         "names": [spec.name for spec in params],
         "shapes": [shape_text(spec.shape) for spec in params],
         "numels": [spec.numel for spec in params],
         "granules": [spec.granule for spec in params],
-        "costs": [granule_cost(spec, costs) for spec in params],
+        "costs": costs,
+        "costOf": [place[cost] for cost in cost_of],
         "roles": [role_of(spec).code for spec in params],
         "layers": ["" if layer_of(spec) is None else str(layer_of(spec)) for spec in params],
         "paddingLine": PADDING_LINE,

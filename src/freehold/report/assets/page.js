@@ -211,7 +211,7 @@ function tipRows(hit, panel) {
   rows.push(["bucket", bucket], ["offset", `${grouped(band.offset[block])} in the shard`]);
   rows.push(["elements", numel === all ? grouped(numel) : `${grouped(numel)} of ${grouped(all)}`]);
   if (granule > 1) {
-    const cost = (numel / granule) * model.costs[param];
+    const cost = (numel / granule) * model.costs[model.costOf[param]];
     rows.push(["cost", `${si(cost)}, ${percent(cost / Math.max(1, panel.cost[rank]))} of this rank's load`]);
   } else rows.push(["cost", "elementwise, no Newton-Schulz"]);
   return [model.names[param], rows];
