@@ -143,8 +143,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
             timeout_s=timeout_s,
             verify_every=verify_every,
         )
-        self._sealed = False
-        self._closed = False
+        self._sealed = self._closed = False
         self._options = options
         self._blueprint = agreed_blueprint(model_or_named_params, options, group)
         device = self._blueprint.routes[0].named.param.device
