@@ -25,9 +25,10 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 sys.path += [str(_HERE.parent / "examples"), str(_HERE.parent / "src")]
 
+from markdown_blocks import replace_block  # noqa: E402
 from step_models import CASES  # noqa: E402  the models are those of the example
 from step_systems import SYSTEM_NAMES  # noqa: E402
-from step_tables import memory_table, products_line, replace_block, time_table  # noqa: E402
+from step_tables import memory_table, products_line, time_table  # noqa: E402
 
 _QUICK_CASES = ("gpt-float32", "moe-stacks-bfloat16")
 
@@ -47,7 +48,7 @@ def _run(args: argparse.Namespace, folder: Path) -> None:
         records[case], lines = _memory(args, case, folder) if args.memory else _times(args, case, folder)
         print(f"\n## {CASES[case].title}\n", *lines, sep="\n", flush=True)
         if args.write is not None:
-            replace_block(args.write, case + "-memory" * args.memory, lines)
+            replace_block(args.write, f"bench_step {case}" + "-memory" * args.memory, lines)
         if args.output is not None:
             args.output.write_text(json.dumps(records, indent=1) + "\n")
 

@@ -26,6 +26,7 @@ from freehold.plan import PackedBucket, ParamSpec, Problem
 from freehold.plan.bounds import buffer_bound
 from freehold.plan.policies import POLICIES
 from freehold.plan.policies.packed import PackedPolicy
+from markdown_blocks import replace_block
 from planner_cases import (
     Figures,
     fused_zoo,
@@ -184,17 +185,6 @@ def gaps_table() -> Iterator[str]:
 TABLES = {"fused": fused_table, "models": models_table, "scale": scale_table, "curve": curve, "gaps": gaps_table}
 
 
-def replace_table(file: Path, name: str, lines: Sequence[str]) -> None:
-    """Put a table between its markers in a Markdown file."""
-    text = file.read_text(encoding="utf-8")
-    begin, end = f"<!-- table {name}: begin -->", f"<!-- table {name}: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise SystemExit(f"{file} must hold {begin!r} and {end!r} once each")
-    before, rest = text.split(begin)
-    after = rest.split(end)[1]
-    file.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which tables; all by default")
@@ -208,7 +198,7 @@ def main() -> None:
             print(line, flush=True)
             lines += line.splitlines()
         if args.write is not None:
-            replace_table(args.write, name, lines)
+            replace_block(args.write, f"table {name}", lines)
 
 
 if __name__ == "__main__":

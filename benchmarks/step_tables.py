@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from step_systems import LABELS
 
-__all__ = ["memory_table", "products_line", "replace_block", "time_table"]
+__all__ = ["memory_table", "products_line", "time_table"]
 
 _REFERENCES = {"ddp-adamw": "AdamW", "ddp-muon": "Muon"}
 _MIB = 2**20
@@ -122,14 +121,3 @@ def _mib(sizes: Iterable[int]) -> str:
     """One figure if all ranks have the same, else one for each."""
     shown = [f"{size / _MIB:.0f}" for size in sizes]
     return shown[0] if len(set(shown)) == 1 else ", ".join(shown)
-
-
-def replace_block(file: Path, name: str, lines: Sequence[str]) -> None:
-    """Put lines between the markers of that name in a Markdown file."""
-    text = file.read_text(encoding="utf-8")
-    begin, end = f"<!-- bench_step {name}: begin -->", f"<!-- bench_step {name}: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise SystemExit(f"{file} must hold {begin!r} and {end!r} once each")
-    before, rest = text.split(begin)
-    after = rest.split(end)[1]
-    file.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")

@@ -125,12 +125,12 @@ def test_a_peer_without_its_package_or_a_compiler_is_unavailable(load: Any, monk
 def test_docs_have_room_for_the_table_of_every_case(load: Any, tmp_path: Path) -> None:
     copy = tmp_path / "benchmarks.md"
     copy.write_text((ROOT / "docs" / "benchmarks.md").read_text())
-    replace = load("step_tables").replace_block
+    replace = load("markdown_blocks").replace_block
     for case in load("step_models").CASES:
-        replace(copy, case, ["| a table |"])
+        replace(copy, f"bench_step {case}", ["| a table |"])
         assert f"<!-- bench_step {case}: begin -->\n| a table |\n<!-- bench_step {case}: end -->" in copy.read_text()
     with pytest.raises(SystemExit, match="must hold '<!-- bench_step nothing: begin -->'"):
-        replace(copy, "nothing", [])
+        replace(copy, "bench_step nothing", [])
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ class GradientReducer:
         self._log = log
         self._limit = comm.max_in_flight
         if any(bucket.grads.pool is not None for bucket in buckets):
-            self._limit = IN_FLIGHT if self._limit is None else min(self._limit, IN_FLIGHT)
+            self._finish_sooner()
         self._in_flight: deque[BucketBuffers] = deque()
         self._pass_open = False
         self._discarding = False
@@ -73,6 +73,9 @@ class GradientReducer:
     def update_early(self, early: EarlyUpdater) -> None:
         """Hand over every bucket whose reduction ends inside a backward; see [Note: Early updates]."""
         self._early = early
+        self._finish_sooner()
+
+    def _finish_sooner(self) -> None:
         self._limit = IN_FLIGHT if self._limit is None else min(self._limit, IN_FLIGHT)
 
     # ---- called by autograd ------------------------------------------------------------------------------------------
@@ -342,8 +345,9 @@ class GradientReducer:
             if bucket.grads.give_back():
                 bucket.show_grads()
             bucket.grad_phase = move(bucket.grad_phase, GradPhase.IDLE)
-            if bucket.grads.pool is not None:
-                bucket.grads.pool.trim(IN_FLIGHT)
+        pool = self._buckets[0].grads.pool  # one for all
+        if pool is not None:
+            pool.trim(IN_FLIGHT)
         for p in self._params:
             p.filled = p.arrived = p.waits = False
 
