@@ -103,6 +103,7 @@ def _report() -> None:
     assert "the reduction of bucket" in report
     assert "failure: none" in report
     assert_ranks_agree(model)
+    opt.close()  # the hook above holds it: nothing else would take its guard from the thread
 
 
 def test_the_report_follows_the_buckets() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import _pop_mode
+from torch.overrides import _get_current_function_mode_stack
 
 _context = multiprocessing.get_context("spawn")
 _pools: dict[int, Any] = {}
@@ -124,8 +124,6 @@ def stop_pools() -> None:
 def _serve(rank: int, num_ranks: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    while torch._C._len_torch_function_stack():  # inherited from tests of one process that did not close what they made
-        _pop_mode()
     pipe.send("ready")
     while True:
         try:
@@ -150,10 +148,13 @@ def _work(rank: int, num_ranks: int, job: _Job) -> tuple[bool, Any]:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
         try:
             torch.manual_seed(0)
-            return True, job.function(*job.args)
+            value = job.function(*job.args)
         finally:
             gc.collect()
             dist.destroy_process_group()
+        left = _get_current_function_mode_stack()
+        assert not left, f"{job.function.__qualname__} leaves {left} to the jobs after it: close the optimizer"
+        return True, value
     except BaseException:
         traceback.print_exc(file=sys.stderr)
         return False, traceback.format_exc()

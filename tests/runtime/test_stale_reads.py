@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from freehold import LayerwiseOptimizer
+from freehold.runtime import guard as guard_module
 from freehold.runtime import hooks as hooks_module
 from freehold.runtime.guard import StaleReadGuard
 
@@ -186,3 +189,39 @@ def _stack_is_left_as_it_was() -> None:
 
 def test_the_guard_leaves_the_stack_of_function_modes_intact() -> None:
     run_ranks(2, _stack_is_left_as_it_was)
+
+
+def _guard() -> StaleReadGuard:
+    return StaleReadGuard(mock.Mock(busy=True))
+
+
+def test_a_guard_retired_from_another_thread_does_nothing_and_goes_with_the_next_change() -> None:
+    """The garbage collector runs in any thread; each thread has a stack of its own."""
+    theirs, mine = _guard(), _guard()
+    gatherer = weakref.ref(theirs._gatherer)
+    theirs.install()
+    thread = threading.Thread(target=theirs.retire)
+    thread.start()
+    thread.join()
+    assert gatherer() is None, "the buffers are still held"
+    nn.Parameter(torch.ones(1)).add(1)
+    mine.install()
+    assert _get_current_function_mode_stack() == [mine]
+    mine.remove()
+    assert _get_current_function_mode_stack() == []
+
+
+def test_a_guard_retired_while_another_is_installed_stays_away() -> None:
+    """The garbage collector may run between the reading of the stack and its rebuilding."""
+    dropped, mine = _guard(), _guard()
+    dropped.install()
+
+    def collect(guard: StaleReadGuard, modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
+        dropped.retire()
+        return [guard, *modes]
+
+    with mock.patch.object(guard_module, "_inserted", collect):
+        mine.install()
+    assert _get_current_function_mode_stack() == [mine]
+    mine.retire()
+    assert _get_current_function_mode_stack() == []

@@ -53,7 +53,7 @@ class StaleReadGuard(TorchFunctionMode):
 
     def __init__(self, gatherer: WeightGatherer) -> None:
         super().__init__()
-        self._gatherer = gatherer
+        self._gatherer: WeightGatherer | None = gatherer
 
     def install(self) -> None:
         """Watch this thread, until ``remove``."""
@@ -67,8 +67,22 @@ class StaleReadGuard(TorchFunctionMode):
 
     def remove_if_idle(self) -> None:
         """Stop watching this thread if no gather is in flight."""
-        if not self._gatherer.busy:
+        if self._gatherer is None or not self._gatherer.busy:
             self.remove()
+
+    def retire(self) -> None:
+        """Never watch again, and let go of the buffers.
+
+        The garbage collector may call this from any thread and in the midst of any other guard's ``install``; a guard
+        that it cannot take off the stack it is on does nothing there, and goes when that stack next changes.
+        """
+        self._gatherer = None
+        self.remove()
+
+    @property
+    def retired(self) -> bool:
+        """Whether it has been told never to watch again."""
+        return self._gatherer is None
 
     def installed(self) -> bool:
         """Whether this thread is watched."""
@@ -81,18 +95,20 @@ class StaleReadGuard(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._gatherer.busy and func not in _READS_NO_VALUES:
-            self._wait_for(args)
+        gatherer = self._gatherer
+        if gatherer is not None and gatherer.busy and func not in _READS_NO_VALUES:
+            _wait_for(gatherer, args)
             if kwargs:
-                self._wait_for(tuple(kwargs.values()))
+                _wait_for(gatherer, tuple(kwargs.values()))
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _wait_for(self, values: Sequence[Any]) -> None:
-        for value in values:
-            if isinstance(value, nn.Parameter):
-                self._gatherer.wait_for_param(value)
-            elif isinstance(value, (list, tuple)):
-                self._wait_for(value)
+
+def _wait_for(gatherer: WeightGatherer, values: Sequence[Any]) -> None:
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            gatherer.wait_for_param(value)
+        elif isinstance(value, (list, tuple)):
+            _wait_for(gatherer, value)
 
 
 def _inserted(guard: TorchFunctionMode, modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
@@ -107,4 +123,5 @@ def _restack(change: Callable[[list[TorchFunctionMode]], list[TorchFunctionMode]
     while torch._C._len_torch_function_stack():
         _pop_mode()
     for mode in modes:
-        _push_mode(mode)
+        if not (isinstance(mode, StaleReadGuard) and mode.retired):
+            _push_mode(mode)

@@ -312,7 +312,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
                         self._gatherer.launch(bucket)
                     self._gatherer.wait_all()
         finally:
-            self._guard.remove()
+            self._guard.retire()
             self._hooks.remove()
             release([r.named for r in self._blueprint.routes], self)
             self._comm.detach()
@@ -392,7 +392,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
 def _abandon(gatherer: WeightGatherer, guard: StaleReadGuard) -> None:
     with contextlib.suppress(PeerError, LifecycleError):  # a rank was lost: there is nothing to wait for
         gatherer.wait_all()
-    guard.remove()
+    guard.retire()
 
 
 def _defaults(options: Options) -> dict[str, Any]:
