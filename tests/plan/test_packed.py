@@ -125,6 +125,16 @@ def test_random_problems(first_seed: int) -> None:
         assert layout.numel >= buffer_bound(problem_of(params, num_ranks, bucket_numel)).numel, seed
 
 
+@pytest.mark.parametrize("seed", [1491, 3856, 9940, 17570])
+def test_never_larger_than_ns_cost_that_balances_by_other_costs(seed: int) -> None:
+    """``packed`` counts flops, ``ns_cost`` what Megatron-LM counts: by flops it would be larger here."""
+    params, num_ranks, bucket_numel = random_case(seed)
+    layout = plan(params, num_ranks=num_ranks, bucket_numel=bucket_numel, policy=QUICK)
+    other = plan(params, num_ranks=num_ranks, bucket_numel=bucket_numel, policy="ns_cost")
+    by_flops = plan(params, num_ranks=num_ranks, bucket_numel=bucket_numel, policy="ns_cost", costs=flop_costs(params))
+    assert layout.numel <= other.numel < by_flops.numel
+
+
 def test_every_process_makes_the_same_layout() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -205,13 +205,13 @@ def _all_buckets(
 
 def _items(specs: list[ParamSpec], costs: Costs | None) -> tuple[Item, ...]:
     """The params as policies see them. Each kind is measured once: a model has few kinds."""
-    measures: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    measures: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
     items: list[Item] = []
     for index, spec in enumerate(specs):
         kind = (spec.shape, spec.rule, spec.granule_numel)
         if kind not in measures:
-            measures[kind] = (spec.numel, spec.granule, param_cost(spec, costs))
-        numel, granule_numel, cost = measures[kind]
+            measures[kind] = (spec.numel, spec.granule, param_cost(spec, costs), param_cost(spec))
+        numel, granule_numel, cost, counted_cost = measures[kind]
         items.append(
             Item(
                 index=index,
@@ -220,6 +220,7 @@ def _items(specs: list[ParamSpec], costs: Costs | None) -> tuple[Item, ...]:
                 cost=cost,
                 isolated=spec.isolated,
                 shape=spec.shape,
+                counted_cost=counted_cost,
             )
         )
     return tuple(items)

@@ -25,6 +25,8 @@ class Item:
         cost: Newton-Schulz work of the whole param (see ``freehold.plan.cost``), an int.
         isolated: It must have a bucket of its own, on rank 0.
         shape: The param's own shape, for putting equal shapes side by side.
+        counted_cost: The work by ``max_min_squared``, whatever ``cost`` counts: so ``packed`` knows what ``ns_cost``
+            makes of the same params by default. ``None`` means that ``cost`` is that.
     """
 
     index: int
@@ -33,6 +35,7 @@ class Item:
     cost: int
     isolated: bool
     shape: tuple[int, ...]
+    counted_cost: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from freehold.plan.policies._greedy import absorb_runs, threshold_runs
 from freehold.plan.policies.absorb import absorb_policy
@@ -17,7 +18,7 @@ _ALWAYS_ITEMS = 2_000
 
 
 def baselines(problem: Problem, height: int | None) -> list[tuple[PackedBucket, ...]]:
-    """Results of ``threshold``, ``absorb`` and ``ns_cost``.
+    """Results of ``threshold``, ``absorb`` and ``ns_cost``, the last also by the costs that it has by default.
 
     Args:
         problem: The problem.
@@ -25,13 +26,21 @@ def baselines(problem: Problem, height: int | None) -> list[tuple[PackedBucket, 
             whose membership alone needs as much is left out: whatever its packing, it cannot be smaller.
     """
     if height is None or len(problem.items) <= _ALWAYS_ITEMS:
-        return [threshold_policy(problem), absorb_policy(problem), ns_cost_policy(problem)]
+        return [threshold_policy(problem), absorb_policy(problem), *_by_cost(problem)]
     results: list[tuple[PackedBucket, ...]] = []
     if _least_height(problem, threshold_runs(problem)) < height:
         results.append(threshold_policy(problem))
     if _least_height(problem, absorb_runs(problem)) < height:
-        results += [absorb_policy(problem), ns_cost_policy(problem)]
+        results += [absorb_policy(problem), *_by_cost(problem)]
     return results
+
+
+def _by_cost(problem: Problem) -> list[tuple[PackedBucket, ...]]:
+    counted = tuple(
+        item if item.counted_cost is None else replace(item, cost=item.counted_cost) for item in problem.items
+    )
+    problems = [problem] if counted == problem.items else [problem, replace(problem, items=counted)]
+    return [ns_cost_policy(each) for each in problems]
 
 
 def by_shape(problem: Problem, buckets: Sequence[PackedBucket]) -> tuple[PackedBucket, ...]:
