@@ -272,6 +272,15 @@ class Summary:
 
 def soak(seed: int, seconds: float, long_steps: int, folder: str) -> Summary:
     """Run segments until the time is up; the first is the long one, whose memory is measured."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks do: with more, torch adds up in another order
+    try:
+        return _soak(seed, seconds, long_steps, folder)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _soak(seed: int, seconds: float, long_steps: int, folder: str) -> Summary:
     began, rng, reference = time.monotonic(), random.Random(seed), Reference(seed)
     root = Path(folder, "checkpoints")
     freehold.save(root / "step-0", reference.model, reference.opt, extra={"step": 0})
@@ -358,7 +367,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one minute, a short first segment")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         if args.quick:
             summary = soak(args.seed, 60.0, 600, folder)
