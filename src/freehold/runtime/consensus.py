@@ -17,6 +17,7 @@ from freehold.runtime.comm import Comm
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.reducer import GradientReducer, WindowState
 from freehold.runtime.routing import NamedParam
+from freehold.runtime.wording import listed
 
 __all__ = ["Settled", "StepConsensus", "options_text"]
 
@@ -136,13 +137,13 @@ class StepConsensus:
         thawed = [item.name for item in self._frozen if item.param.requires_grad]
         if thawed:
             raise LifecycleError(
-                f"{_shown(thawed)} had requires_grad=False when the optimizer was made, and is not managed; "
+                f"{listed(thawed)} had requires_grad=False when the optimizer was made, and is not managed; "
                 "close() this optimizer and make a new one after thawing"
             )
         moved = [p.name for p in self._params if not self._lives_in_bucket(p)]
         if moved:
             raise LifecycleError(
-                f"the data of {_shown(moved)} was replaced after wrapping (p.data = ..., model.to(...)); "
+                f"the data of {listed(moved)} was replaced after wrapping (p.data = ..., model.to(...)); "
                 "write weights in place (p.copy_), or close() and wrap again"
             )
 
@@ -159,8 +160,3 @@ def options_text(param_groups: Sequence[dict[str, Any]]) -> str:
             for group in param_groups
         ]
     )
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more

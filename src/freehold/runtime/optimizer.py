@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from freehold.errors import (
-    LifecycleError,
-    NonFiniteGradientError,
-    PeerError,
-)
+from freehold.errors import LifecycleError, NonFiniteGradientError, PeerError
 from freehold.plan import Costs, Layout, Policy
 from freehold.rules import Rule
 from freehold.runtime import norms
@@ -40,6 +36,7 @@ from freehold.runtime.routing import Group
 from freehold.runtime.setup import Options, agreed_blueprint, build, resolve_group
 from freehold.runtime.update import refresh_masters, update_bucket
 from freehold.runtime.verify import verify_ranks
+from freehold.runtime.wording import listed
 
 __all__ = ["LayerwiseOptimizer"]
 
@@ -336,7 +333,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
 
     def _refuse_nonfinite(self) -> None:
         names = [name for found in self._comm.gather_objects(norms.nonfinite_names(self._buckets)) for name in found]
-        shown = ", ".join(map(repr, sorted(set(names))[:5])) + (" and others" if len(set(names)) > 5 else "")
+        shown = listed(sorted(set(names)))
         if self._options.on_nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"the averaged gradient of {shown} holds inf or NaN; nothing was updated. Call zero_grad() and go "

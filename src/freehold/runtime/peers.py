@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from freehold.errors import LifecycleError, PeerError
 from freehold.runtime.log import FlightLog
+from freehold.runtime.wording import listed
 
 __all__ = ["ConnectionLostError", "PeerWatch", "Transfer", "first_line"]
 
@@ -39,7 +40,6 @@ _DEFAULT_TIMEOUT_S = 1800.0  # torch.distributed's own default for gloo: torch.d
 _LEAST_WAIT_S = 0.001  # gloo takes 0 as "for ever"
 _NOTE_S = 1.0  # how long a note may take to be written, and a missing one is waited for
 _HANG_UP_TAG = 0x4647_FFFF  # nobody ever sends with it
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class PeerWatch:
     def of_bucket(self, what: str, bucket: int) -> str:
         """``what`` of a bucket, with the names of its params."""
         names = self.bucket_params[bucket] if bucket < len(self.bucket_params) else ()
-        return f"{what} of bucket {bucket}" + (f" (params {_shown(names)})" if names else "")
+        return f"{what} of bucket {bucket}" + (f" (params {listed(names)})" if names else "")
 
     def wait(self, transfers: Sequence[Transfer], what: str) -> None:
         """Block until all are done, at most ``timeout_s`` together.
@@ -285,17 +285,10 @@ def _linger() -> None:
         time.sleep(_NOTE_S)
 
 
-def _shown(names: Sequence[str]) -> str:
-    """A few names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
-
-
 def _named(ranks: Sequence[int]) -> str:
     if not ranks:
         return "other ranks"
-    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more
+    return ("rank " if len(ranks) == 1 else "ranks ") + listed(ranks, limit=16)
 
 
 def _is_done(transfer: Transfer) -> bool:

@@ -21,6 +21,7 @@ from freehold.runtime.gradients import IN_FLIGHT
 from freehold.runtime.log import FlightLog
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.phases import GradPhase, move
+from freehold.runtime.wording import listed
 
 __all__ = ["GradientReducer", "WindowState"]
 
@@ -167,8 +168,8 @@ class GradientReducer:
         if not self._pass_open or index >= len(self._buckets):
             return f"between backwards; {counts}"
         names = [p.name for p in self._buckets[index].params if p.param.requires_grad and not p.in_pass]
-        of = f"{index} of {len(self._buckets)} buckets launched, bucket {index} waits for gradients of {names[:5]}"
-        return f"in a backward: {of}{' and others' if len(names) > 5 else ''}; {counts}"
+        of = f"{index} of {len(self._buckets)} buckets launched, bucket {index} waits for gradients of {listed(names)}"
+        return f"in a backward: {of}; {counts}"
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 

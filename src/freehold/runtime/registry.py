@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from freehold.errors import LifecycleError
 from freehold.runtime.routing import NamedParam
+from freehold.runtime.wording import listed
 
 __all__ = ["claim", "next_stripe", "refuse_claimed", "release"]
 
@@ -25,8 +26,7 @@ def refuse_claimed(named: Iterable[NamedParam]) -> None:
     """
     taken = [item.name for item in named if item.param in _owners and _owners[item.param]() is not None]
     if taken:
-        shown = ", ".join(map(repr, taken[:5])) + (f" and {len(taken) - 5} more" if len(taken) > 5 else "")
-        raise LifecycleError(f"{shown} are managed by another LayerwiseOptimizer; call its close() first")
+        raise LifecycleError(f"{listed(taken)} are managed by another LayerwiseOptimizer; call its close() first")
 
 
 def claim(named: Iterable[NamedParam], owner: object) -> None:
