@@ -13,6 +13,10 @@ MIN_HALVES_DIM = 384
 _MIN_PANEL = 128
 _MAX_NUM_PANELS = 8
 
+# On CPU torch transposes in blocks if both ends are contiguous, else element by element. From rows of this many numbers
+# on that is worth two more copies: in bfloat16 a mirror image took 0.32 of the time with 1024 columns, 0.21 with 2048.
+_MIN_BLOCKED_STRIDE = 1024
+
 
 class Workspace:
     """Scratch tensors by name, kept while their shape stays the same, so that equal batches share memory.
@@ -63,5 +67,12 @@ def symmetric_product(
         part = None if base is None else base[..., start:, start:stop]
         affine_product(part, left[..., start:, :], right[..., start:stop], beta, alpha, lower)
         if stop < size:
-            out[..., start:stop, stop:].copy_(out[..., stop:, start:stop].mT)
+            _mirror(out[..., stop:, start:stop], out[..., start:stop, stop:])
     return out
+
+
+def _mirror(below: Tensor, beside: Tensor) -> None:
+    """``beside <- below^T``, for ``(.., k, p)`` and ``(.., p, k)``, neither contiguous."""
+    if below.is_cpu and below.ndim == 2 and below.stride(0) >= _MIN_BLOCKED_STRIDE:
+        below = below.contiguous().mT.contiguous().mT
+    beside.copy_(below.mT)
