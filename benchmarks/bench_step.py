@@ -27,7 +27,7 @@ sys.path += [str(_HERE.parent / "examples"), str(_HERE.parent / "src")]
 
 from markdown_blocks import replace_block  # noqa: E402
 from step_models import CASES  # noqa: E402  the models are those of the example
-from step_systems import SYSTEM_NAMES  # noqa: E402
+from step_systems import SYSTEM_NAMES, default_systems  # noqa: E402
 from step_tables import memory_table, products_line, time_table  # noqa: E402
 
 _QUICK_CASES = ("gpt-float32", "moe-stacks-bfloat16")
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace, folder: Path) -> None:
 
 
 def _times(args: argparse.Namespace, case: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    record = _launch(args, case, args.systems, folder)
+    record = _launch(args, case, _systems(args, case), folder)
     rounds = 1 + max(sample["round"] for sample in record["samples"])
     heading = (
         f"{record['num_params']:,} params; {args.ranks} gloo ranks of one thread; {rounds} rounds, blocks of "
@@ -64,12 +64,16 @@ def _times(args: argparse.Namespace, case: str, folder: Path) -> tuple[dict[str,
 
 
 def _memory(args: argparse.Namespace, case: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    records = {name: _launch(args, case, [name], folder) for name in args.systems}
+    records = {name: _launch(args, case, [name], folder) for name in _systems(args, case)}
     return records, [
         "MiB, by rank where ranks differ; each system in processes of its own.",
         "",
         *memory_table(records),
     ]
+
+
+def _systems(args: argparse.Namespace, case: str) -> list[str]:
+    return args.systems or default_systems(CASES[case].dtype, memory=args.memory)
 
 
 def _launch(args: argparse.Namespace, case: str, systems: list[str], folder: Path) -> dict[str, Any]:
@@ -115,8 +119,6 @@ def _parse() -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown case {', '.join(map(repr, unknown))}; known: {', '.join(CASES)}")
     args.cases = args.cases or list(_QUICK_CASES if args.quick else CASES)
-    # Sharded gradients are about memory: their time is measured if asked for by name.
-    args.systems = args.systems or [name for name in SYSTEM_NAMES if args.memory or name != "freehold-sharded"]
     if args.quick or args.memory:
         args.rounds, args.seconds = 1, 0.0
     return args

@@ -4,6 +4,8 @@
 ``muon-fsdp2``     The PyPI package of that name: FSDP2, and a Muon that gathers each matrix on one rank.
 ``freehold-auto``  freehold with ``Muon(method="auto")``.
 ``freehold-sharded``  freehold with ``Muon(method="auto")`` and ``grad_memory="sharded"``.
+``freehold-bfloat16-sums``  freehold with ``Muon(method="auto")`` and ``reduce_dtype=torch.bfloat16``, which is what
+DistributedDataParallel does with bfloat16 gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from torch.distributed.tensor import DTensor
 from freehold import LayerwiseOptimizer
 from systems import OptimizerOptions, StateBytes, System, build_system, held_bytes, split_params, wrap_ddp
 
-__all__ = ["LABELS", "SYSTEM_NAMES", "HeldBytes", "build", "knows_stacks", "measure_held_bytes", "why_unavailable"]
+__all__ = [
+    "LABELS",
+    "SYSTEM_NAMES",
+    "HeldBytes",
+    "build",
+    "default_systems",
+    "knows_stacks",
+    "measure_held_bytes",
+    "why_unavailable",
+]
 
 LABELS = {
     "ddp-adamw": "DDP + torch.optim.AdamW",
@@ -35,8 +46,16 @@ LABELS = {
     "freehold": 'freehold, method="standard"',
     "freehold-auto": 'freehold, method="auto"',
     "freehold-sharded": 'freehold, method="auto", grad_memory="sharded"',
+    "freehold-bfloat16-sums": 'freehold, method="auto", reduce_dtype=torch.bfloat16',
 }
 SYSTEM_NAMES = tuple(LABELS)
+_FREEHOLD: dict[str, dict[str, Any]] = {
+    "freehold": {},
+    "freehold-auto": {"method": "auto"},
+    "freehold-sharded": {"method": "auto", "grad_memory": "sharded"},
+    "freehold-bfloat16-sums": {"method": "auto", "reduce_dtype": torch.bfloat16},
+}
+"""Options of the systems that are freehold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +71,19 @@ class HeldBytes:
     def total(self) -> int:
         """All of them."""
         return self.weights + self.gradients + self.masters + self.state
+
+
+def default_systems(dtype: torch.dtype, *, memory: bool) -> list[str]:
+    """What is measured unless systems are asked for by name.
+
+    Args:
+        dtype: Of the weights. Sums in bfloat16 are for bfloat16 weights.
+        memory: Peak memory, not time. Sharded gradients are about memory; what they cost in time is asked for by name.
+    """
+    left_out = set() if memory else {"freehold-sharded"}
+    if dtype != torch.bfloat16:
+        left_out.add("freehold-bfloat16-sums")
+    return [name for name in SYSTEM_NAMES if name not in left_out]
 
 
 def knows_stacks(name: str) -> bool:
@@ -80,17 +112,12 @@ def why_unavailable(name: str, *, float32_products: bool) -> str | None:
 
 def build(name: str, model: nn.Module) -> System:
     """Wrap ``model``; every system has the same hyperparameters."""
-    options = OptimizerOptions(
-        matrix_lr=0.02,
-        lr=3e-4,
-        method="auto" if name in ("freehold-auto", "freehold-sharded") else "standard",
-        grad_memory="sharded" if name == "freehold-sharded" else "full",
-    )
+    options = OptimizerOptions(matrix_lr=0.02, lr=3e-4, **_FREEHOLD.get(name, {}))
     if name == "zero-muon":
         return _build_zero(model, options)
     if name == "muon-fsdp2":
         return _build_fsdp2(model, options)
-    if name in ("freehold-auto", "freehold-sharded"):
+    if name in _FREEHOLD:
         return replace(build_system("freehold", model, options), name=name)
     return build_system(name, model, options)
 

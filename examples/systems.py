@@ -44,6 +44,7 @@ class OptimizerOptions:
         weight_decay: Decay of what AdamW updates, but for norms and biases, which have none.
         method: How freehold's Muon orthogonalises matrices; the other systems have one way only.
         grad_memory: ``"full"`` or ``"sharded"``, for freehold.
+        reduce_dtype: In which freehold sums gradients; DistributedDataParallel sums in that of the weights.
     """
 
     matrix_lr: float = 0.02
@@ -52,6 +53,7 @@ class OptimizerOptions:
     weight_decay: float = 0.01
     method: str = "standard"
     grad_memory: Literal["full", "sharded"] = "full"
+    reduce_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ def _build_freehold(model: nn.Module, options: OptimizerOptions) -> System:
         elementwise=AdamW(lr=options.lr, weight_decay=options.weight_decay),
         groups=[Group("*norm*", weight_decay=0.0)],
         grad_memory=options.grad_memory,
+        reduce_dtype=options.reduce_dtype,
     )
 
     def state_bytes() -> StateBytes:

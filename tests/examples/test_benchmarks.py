@@ -122,6 +122,15 @@ def test_a_peer_without_its_package_or_a_compiler_is_unavailable(load: Any, monk
     assert systems.why_unavailable("muon-fsdp2", float32_products=False) is None
 
 
+def test_systems_are_measured_by_default_where_they_say_something(load: Any) -> None:
+    systems = load("step_systems")
+    everywhere = {"ddp-adamw", "ddp-muon", "zero-muon", "muon-fsdp2", "freehold", "freehold-auto"}
+    assert set(systems.default_systems(torch.float32, memory=False)) == everywhere
+    assert set(systems.default_systems(torch.float32, memory=True)) == everywhere | {"freehold-sharded"}
+    assert set(systems.default_systems(torch.bfloat16, memory=False)) == everywhere | {"freehold-bfloat16-sums"}
+    assert set(systems.default_systems(torch.bfloat16, memory=True)) == set(systems.SYSTEM_NAMES)
+
+
 def test_docs_have_room_for_the_table_of_every_case(load: Any, tmp_path: Path) -> None:
     copy = tmp_path / "benchmarks.md"
     copy.write_text((ROOT / "docs" / "benchmarks.md").read_text())
