@@ -14,7 +14,7 @@ from freehold import errors
 from freehold.errors import ConsistencyError, FreeholdError
 from freehold.runtime.comm import Comm
 
-__all__ = ["Report", "StepRow", "agree", "exchange_step_rows", "passes_needed"]
+__all__ = ["CALLS", "Report", "StepRow", "agree", "exchange_step_rows", "passes_needed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,9 @@ def _differences(reports: list[Report]) -> list[str]:
     return found
 
 
+CALLS = ("step", "clip_grad_norm_", "unscale_", "save", "load", "state_dict", "load_state_dict", "verify")
+"""What ranks call together, at a time of their choosing: ranks in two different ones of these find each other out."""
+
 _STEP_FIELDS = ("operation", "failed", "options", "passes_before", "passes", "pending", "plain", "written")
 
 
@@ -92,7 +95,7 @@ class StepRow:
     """What one rank says before gradients are used; small enough to be exchanged at every step.
 
     Attributes:
-        operation: Which call this is (``step`` or ``clip_grad_norm_``), as a number.
+        operation: Which call this is: its place in ``CALLS``.
         failed: The rank found an error.
         options: A checksum of the param groups' options.
         passes_before: Passes in earlier windows.

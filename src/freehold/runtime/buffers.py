@@ -19,6 +19,7 @@ from freehold.runtime.comm import Comm, Pending
 from freehold.runtime.gradients import GradientBuffer
 from freehold.runtime.params import ManagedParam
 from freehold.runtime.phases import GradPhase, WeightPhase
+from freehold.runtime.shard import ShardPart, shard_parts
 
 __all__ = ["BucketBuffers", "BucketMemory", "allocate_weights", "master_dtype", "reduction_dtype"]
 
@@ -53,6 +54,7 @@ class BucketBuffers:
         bucket: The plan.
         params: Its params, by address.
         owned: The slots on this rank, by offset.
+        parts: The same with their params and the places of their state.
         memory: Its weights, masters and state.
         grads: Its gradients.
         grad_phase: See ``GradPhase``.
@@ -74,6 +76,10 @@ class BucketBuffers:
     reducing: Pending | None = None
     gathering: Pending | None = None
     carry: Tensor | None = None
+    parts: tuple[ShardPart, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = shard_parts(self.owned, self.params)
 
     @property
     def index(self) -> int:

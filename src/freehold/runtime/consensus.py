@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freehold.errors import ConsistencyError, LifecycleError
-from freehold.runtime.agreement import StepRow, agree, exchange_step_rows, passes_needed
+from freehold.runtime.agreement import CALLS, StepRow, agree, exchange_step_rows, passes_needed
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.comm import Comm
 from freehold.runtime.params import ManagedParam
@@ -20,8 +20,6 @@ from freehold.runtime.routing import NamedParam
 from freehold.runtime.wording import listed
 
 __all__ = ["Settled", "StepConsensus", "options_text"]
-
-_OPERATIONS = {"step": 1, "clip_grad_norm_": 2, "unscale_": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ class StepConsensus:
         """Agree with the other ranks and finish all reductions. Collective; every rank calls it for the same operation.
 
         Args:
-            operation: The public call, ``"step"`` or ``"clip_grad_norm_"``.
+            operation: The public call, one of ``CALLS``.
             param_groups: The live options, which must be equal on all ranks.
             error: What this rank found wrong already; then all ranks raise.
             single_pass: Refuse a window with several synchronising backwards.
@@ -84,7 +82,7 @@ class StepConsensus:
         rows = exchange_step_rows(
             self._comm,
             StepRow(
-                operation=_OPERATIONS[operation],
+                operation=CALLS.index(operation),
                 failed=error is not None,
                 options=zlib.crc32(options.encode()),
                 passes_before=state.passes_before,
@@ -121,7 +119,7 @@ class StepConsensus:
 
     def _refuse_disagreement(self, rows: list[StepRow], operation: str, error: Exception | None, options: str) -> None:
         called = {row.operation for row in rows}
-        doing = " and ".join(name for name, number in _OPERATIONS.items() if number in called)
+        doing = " and ".join(CALLS[number] for number in sorted(called))
         if any(row.failed for row in rows):
             agree(self._comm, error, doing=doing)
         if len({(row.operation, row.options) for row in rows}) > 1:

@@ -39,7 +39,6 @@ class EarlyUpdater:
     """Updates own shards as their reductions end inside backward.
 
     Args:
-        params_by_name: All managed params.
         gatherer: Waited for where weights of the last step are still being sent.
         groups: The live param groups.
         rules: The rule of each kind.
@@ -51,14 +50,12 @@ class EarlyUpdater:
 
     def __init__(
         self,
-        params_by_name: Mapping[str, ManagedParam],
         gatherer: WeightGatherer,
         groups: Sequence[dict[str, Any]],
         rules: Mapping[str, Rule],
     ) -> None:
         self.done: set[int] = set()
         self.error: Exception | None = None
-        self._params_by_name = params_by_name
         self._gatherer = gatherer
         self._groups = groups
         self._rules = rules
@@ -67,7 +64,7 @@ class EarlyUpdater:
     @torch.no_grad()
     def update(self, bucket: BucketBuffers) -> None:
         """Update the own shard of a bucket that has just been reduced, if that is final."""
-        mine = [self._params_by_name[slot.name] for slot in bucket.owned]
+        mine = [part.param for part in bucket.parts]
         is_final = all(p.arrived and p.param._version == p.version for p in mine)
         self._gatherer.wait((bucket.index,))
         torch.autograd.graph.increment_version([p.param for p in bucket.params if p.param._version == p.version])
@@ -79,7 +76,7 @@ class EarlyUpdater:
         try:
             self._validate(mine)
             with self._beside_backward(bucket.memory.master.device):
-                update_bucket(bucket, self._params_by_name, {p.index for p in mine}, self._groups, self._rules)
+                update_bucket(bucket, {p.index for p in mine}, self._groups, self._rules)
         except Exception as error:  # a rule's: raised by step, on all ranks; here it would leave the others in backward
             self.error = error
         self.done.add(bucket.index)

@@ -55,8 +55,8 @@ class Inspection:
             The param's name, the first element of the piece in the flattened param, and the piece ``(n,)``, a view.
         """
         for bucket in self._buckets:
-            for slot in bucket.owned:
-                yield slot.name, slot.start, bucket.grads.own[slot.offset : slot.offset + slot.numel]
+            for part in bucket.parts:
+                yield part.param.name, part.slot.start, bucket.grads.own[part.elements]
 
     # ---- state as a whole --------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def global_norm(buckets: Sequence[BucketBuffers], norm_type: float, comm: Comm) 
     Every rank adds the same partial sums in the same order, so the bits agree. A param's own sum is taken as torch
     takes it, slot by slot in the reduction dtype; the sums are added in float64.
     """
-    grads = [b.grads.own[slot.offset : slot.offset + slot.numel] for b in buckets for slot in b.owned]
+    grads = [b.grads.own[part.elements] for b in buckets for part in b.parts]
     norms = [torch.linalg.vector_norm(grad, norm_type).double() for grad in grads]
     local = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64)
     if not bool(torch.isfinite(local).all()):  # squares above 1e38 overflow in fp32 although the gradient is finite
@@ -67,8 +67,8 @@ def all_finite(buckets: Sequence[BucketBuffers], comm: Comm) -> bool:
 def nonfinite_names(buckets: Sequence[BucketBuffers]) -> list[str]:
     """The params whose owned gradient holds inf or NaN on this rank."""
     return [
-        slot.name
+        part.param.name
         for b in buckets
-        for slot in b.owned
-        if not bool(torch.isfinite(b.grads.own[slot.offset : slot.offset + slot.numel]).all())
+        for part in b.parts
+        if not bool(torch.isfinite(b.grads.own[part.elements]).all())
     ]

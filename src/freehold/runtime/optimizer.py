@@ -175,7 +175,7 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
         self._overlaps = self._options.overlap and module is not None and not is_compiled(module)
         named = [r.named for r in routes]
         self._consensus = StepConsensus(params, buckets, self._frozen, self._reducer, self._comm)
-        self._early = EarlyUpdater(self._by_name, self._gatherer, self.param_groups, self._options.rules)
+        self._early = EarlyUpdater(self._gatherer, self.param_groups, self._options.rules)
         if self._options.early_update:
             self._reducer.update_early(self._early)
         self._hooks = HookSet(module, params, self._reducer, self._gatherer, self._guard)
@@ -353,11 +353,11 @@ class LayerwiseOptimizer(FaultHandling, Inspection, LossScaling, torch.optim.Opt
         # Reverse order: the next forward reads the last bucket first, so its weights leave first.
         for bucket in reversed(self._buckets):
             if written:
-                refresh_masters(bucket, self._by_name, written)
+                refresh_masters(bucket, written)
             indices = {p.index for p in bucket.params}
             if indices & used and bucket.index not in self._early.done:
                 try:
-                    update_bucket(bucket, self._by_name, used, self.param_groups, self._options.rules)
+                    update_bucket(bucket, used, self.param_groups, self._options.rules)
                 except Exception as error:  # the peers wait for this bucket's weights: send them, then raise
                     self._update_error = self._update_error or error
             if indices & (used | written):

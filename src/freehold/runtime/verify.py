@@ -58,12 +58,11 @@ def _stale_masters(opt: LayerwiseOptimizer) -> list[str]:
     for bucket in opt._buckets:
         if not bucket.master_is_copy:
             continue
-        for slot in bucket.owned:
-            p = opt._by_name[slot.name]
-            part = slice(slot.offset, slot.offset + slot.numel)
-            weights = bucket.memory.own_weights[part]
-            if p.param._version == p.version and not _same_bits(bucket.memory.master[part].to(weights.dtype), weights):
-                names.append(slot.name)
+        for part in bucket.parts:
+            p, weights = part.param, bucket.memory.own_weights[part.elements]
+            rounded = bucket.memory.master[part.elements].to(weights.dtype)
+            if p.param._version == p.version and not _same_bits(rounded, weights):
+                names.append(p.name)
     return names
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from freehold.errors import CheckpointError
-from freehold.plan import Slot
 from freehold.runtime.agreement import agree
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.checkpoint.draft import options_of
@@ -24,6 +23,7 @@ from freehold.runtime.checkpoint.meeting import meet
 from freehold.runtime.checkpoint.restoring import begin_restoring, finish_restoring, restore_objects
 from freehold.runtime.checkpoint.values import decode, encode
 from freehold.runtime.consensus import options_text
+from freehold.runtime.shard import shard_parts
 
 if TYPE_CHECKING:
     from freehold.runtime.optimizer import LayerwiseOptimizer
@@ -141,7 +141,7 @@ def _gather_bucket(bucket: BucketBuffers, opt: LayerwiseOptimizer, state: dict[s
     schemas = {s.key: s for p in bucket.params for s in schemas_of(p, bucket, state_of(opt, p))}
     for field, per_row in fields.items():
         own = memory.row_state[field] if per_row else {**memory.state, "master": memory.master}[field]
-        moves, shard_numel = _moves(bucket, opt, per_row=per_row)
+        moves, shard_numel = _moves(bucket, num_ranks, per_row=per_row)
         flat = own.new_zeros(num_ranks * shard_numel)
         opt._comm.own_shard(flat)[: own.numel()].copy_(own)
         opt._comm.all_gather(flat, bucket.index).wait()
@@ -155,20 +155,20 @@ def _gather_bucket(bucket: BucketBuffers, opt: LayerwiseOptimizer, state: dict[s
                 whole.view(-1)[move.target : move.target + move.numel].copy_(part)
 
 
-def _moves(bucket: BucketBuffers, opt: LayerwiseOptimizer, *, per_row: bool) -> tuple[list[_Move], int]:
+def _moves(bucket: BucketBuffers, num_ranks: int, *, per_row: bool) -> tuple[list[_Move], int]:
     """What goes where once all shards are gathered, and the length of a shard, in elements or in rows."""
-    heights = [0] * opt._comm.num_ranks
-    places: list[tuple[Slot, int, int]] = []
-    for slot in bucket.bucket.slots:
-        shape = opt._by_name[slot.name].matrix_shape
-        unit = shape[1] if per_row and shape is not None else 1
-        at = heights[slot.rank] if per_row else slot.offset
-        places.append((slot, at, unit))
-        heights[slot.rank] = at + slot.numel // unit
-    length = max(heights)
+    shards = [shard_parts(bucket.bucket.slots_of_rank(rank), bucket.params) for rank in range(num_ranks)]
+    parts = [part for shard in shards for part in shard if not per_row or part.num_matrices]
+    places = [part.rows if per_row else part.elements for part in parts]
+    length = max((place.stop for place in places), default=0)
     moves = [
-        _Move(name=slot.name, source=slot.rank * length + at, target=slot.start // unit, numel=slot.numel // unit)
-        for slot, at, unit in places
+        _Move(
+            name=part.param.name,
+            source=part.slot.rank * length + place.start,
+            target=part.first_row if per_row else part.slot.start,
+            numel=place.stop - place.start,
+        )
+        for part, place in zip(parts, places, strict=True)
     ]
     return moves, length
 

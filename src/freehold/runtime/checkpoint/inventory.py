@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from freehold.errors import CheckpointError
-from freehold.plan import Slot
 from freehold.rules import StateField
 from freehold.runtime.buffers import BucketBuffers
 from freehold.runtime.checkpoint.boxes import boxes_of
@@ -197,40 +196,28 @@ def _row_shape(p: ManagedParam) -> tuple[int, ...]:
 
 
 def _list_bucket(bucket: BucketBuffers, opt: LayerwiseOptimizer, inventory: Inventory) -> None:
-    """The pieces in the own shard. Rows and matrices of the shard are counted on from slot to slot."""
-    row = matrix = 0
-    for slot in bucket.owned:
-        p = opt._by_name[slot.name]
+    """The pieces in the own shard."""
+    for part in bucket.parts:
+        p = part.param
         fields = state_of(opt, p)
         per_row = {item.name for item in fields if item.per == "row"}
-        num_rows, num_matrices = _rows_and_matrices(slot, p.matrix_shape)
         for schema in schemas_of(p, bucket, fields):
             if schema.key not in inventory.schemas:
                 continue
             if schema.field in per_row:
-                assert p.matrix_shape is not None, f"{p.name} has state per row, but is no matrix"
-                start = slot.start // p.matrix_shape[1]
-                flat = bucket.memory.row_state[schema.field][row : row + num_rows]
-                inventory.owned += _pieces(schema, flat, start)
+                flat = bucket.memory.row_state[schema.field][part.rows]
+                inventory.owned += _pieces(schema, flat, part.first_row)
             else:
-                flat = _element_memory(bucket, schema.field)[slot.offset : slot.offset + slot.numel]
-                inventory.owned += _pieces(schema, flat, slot.start)
-        kept = bucket.memory.per_matrix[matrix : matrix + max(1, num_matrices)]
-        if num_matrices and kept:
-            inventory.objects[p.name] = (slot.start // (slot.numel // num_matrices), kept)
+                flat = _element_memory(bucket, schema.field)[part.elements]
+                inventory.owned += _pieces(schema, flat, part.slot.start)
+        kept = bucket.memory.per_matrix[part.matrices]
+        if part.num_matrices and kept:
+            inventory.objects[p.name] = (part.first_matrix, kept)
         elif any(kept):
             raise CheckpointError(
                 f"the rule of param {p.name!r} keeps objects for a part of it that shard edges cut out; that cannot be "
                 "loaded at another number of ranks. Use rules that keep objects for matrices only"
             )
-        row, matrix = row + num_rows, matrix + max(1, num_matrices)
-
-
-def _rows_and_matrices(slot: Slot, matrix_shape: tuple[int, int] | None) -> tuple[int, int]:
-    if matrix_shape is None:
-        return 0, 0
-    rows, cols = matrix_shape
-    return slot.numel // cols, slot.numel // (rows * cols)
 
 
 def _element_memory(bucket: BucketBuffers, field_name: str) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freehold.errors import CheckpointError, LifecycleError
-from freehold.runtime.agreement import StepRow, agree, exchange_step_rows
+from freehold.runtime.agreement import CALLS, StepRow, agree, exchange_step_rows
 from freehold.runtime.consensus import options_text
 from freehold.runtime.update import refresh_masters
 
@@ -17,16 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["meet"]
 
-# Beside those of runtime/consensus.py: a rank in one of these calls and one in step() find each other out.
-_OPERATIONS = {"save": 11, "load": 12, "state_dict": 13, "load_state_dict": 14, "verify": 15}
-
 
 def meet(opt: LayerwiseOptimizer, operation: str) -> None:
     """Make sure that all ranks made this call, and bring weights and masters up to date. Collective.
 
     Args:
         opt: Of this rank.
-        operation: The call: ``"save"``, ``"load"``, ``"state_dict"``, ``"load_state_dict"`` or ``"verify"``.
+        operation: The call, one of ``CALLS``.
 
     Raises:
         ConsistencyError: Another rank is in another call, such as ``step``; on all ranks.
@@ -46,7 +43,7 @@ def meet(opt: LayerwiseOptimizer, operation: str) -> None:
         )
     written = [p.param._version != p.version for p in opt._params]
     row: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(StepRow)), 0)
-    row |= {"operation": _OPERATIONS[operation], "written": any(written), "failed": error is not None}
+    row |= {"operation": CALLS.index(operation), "written": any(written), "failed": error is not None}
     rows = exchange_step_rows(opt._comm, StepRow(**row))
     if any(other.failed for other in rows):
         agree(opt._comm, error, doing=operation)
@@ -58,4 +55,4 @@ def meet(opt: LayerwiseOptimizer, operation: str) -> None:
         flags = opt._comm.max_(torch.tensor(written, dtype=torch.uint8)).tolist()
         with torch.no_grad():
             for bucket in opt._buckets:
-                refresh_masters(bucket, opt._by_name, {index for index, flag in enumerate(flags) if flag})
+                refresh_masters(bucket, {index for index, flag in enumerate(flags) if flag})

@@ -71,10 +71,9 @@ def finish_restoring(
             piece.tensor.zero_()
     rebuilt = {schema.name for schema in missing if schema.field == "master"}
     for bucket in opt._buckets:
-        for slot in bucket.owned:
-            if slot.name in rebuilt:
-                part = slice(slot.offset, slot.offset + slot.numel)
-                bucket.memory.master[part].copy_(bucket.memory.own_weights[part])
+        for part in bucket.parts:
+            if part.param.name in rebuilt:
+                bucket.memory.master[part.elements].copy_(bucket.memory.own_weights[part.elements])
     for p in opt._params:
         p.num_steps = steps.get(p.name, 0)
     restore_options(opt, options)
