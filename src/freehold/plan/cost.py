@@ -57,8 +57,8 @@ def flop_costs(params: Iterable[ParamSpec]) -> dict[tuple[int, int], int]:
         >>> flop_costs([ParamSpec(name="up", shape=(512, 2048))])
         {(512, 2048): 12079595520}
     """
-    shapes = [spec.matrix_shape for spec in params if spec.matrix_shape is not None]
-    return {shape: newton_schulz_flops(*shape) for shape in shapes}
+    shapes = dict.fromkeys(spec.matrix_shape for spec in params)  # few, of perhaps 45,000 params
+    return {shape: newton_schulz_flops(*shape) for shape in shapes if shape is not None}
 
 
 def granule_cost(spec: ParamSpec, costs: Costs | None = None) -> int:

@@ -225,8 +225,7 @@ def _cause(term: BoundTerm, specs: tuple[ParamSpec, ...]) -> str:
 
 def _work_advice(work: MakespanBound, groups: tuple[_Group, ...], layout: Layout) -> Iterable[str]:
     specs = [spec for group in groups if group.mode == "whole" for spec in group.specs]
-    costs = flop_costs(specs)
-    total = sum(param_cost(spec, costs) for spec in specs)
+    total = sum(item.cost for group in groups if group.mode == "whole" for item in group.problem.items)
     item = work.active.item
     if item is None or work.cost * layout.num_ranks <= _UNEVEN * total:
         return

@@ -73,6 +73,5 @@ def symmetric_product(
 
 def _mirror(below: Tensor, beside: Tensor) -> None:
     """``beside <- below^T``, for ``(.., k, p)`` and ``(.., p, k)``, neither contiguous."""
-    if below.is_cpu and below.ndim == 2 and below.stride(0) >= _MIN_BLOCKED_STRIDE:
-        below = below.contiguous().mT.contiguous().mT
-    beside.copy_(below.mT)
+    in_blocks = below.is_cpu and below.ndim == 2 and below.stride(0) >= _MIN_BLOCKED_STRIDE
+    beside.copy_(below.contiguous().mT.contiguous() if in_blocks else below.mT)

@@ -7,6 +7,7 @@ has come together so far: dearest bin to the rank of least load, bucket after bu
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from freehold.plan.policies._packed.plans import KindPlan
@@ -15,7 +16,7 @@ from freehold.plan.policies._packed.snake import SnakePlace, granules_by_rank, p
 from freehold.plan.policies._packed.stock import Stock
 from freehold.plan.problem import Item, PackedBucket, Placement, Problem, align_up
 
-__all__ = ["Bin", "DealtBucket", "DealtPlan", "deal"]
+__all__ = ["Bin", "DealtBucket", "DealtPlan", "deal", "side_by_side"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,8 +170,13 @@ def _packed_bucket(bucket: DealtBucket, stock: Stock) -> PackedBucket:
     placements = list(bucket.runs)
     for rank, bins in enumerate(bucket.bins):
         for one in bins:
-            offset = one.offset
-            for item in sorted(one.items, key=lambda item: (-item.numel, item.shape, item.index)):
-                placements.append(Placement(index=item.index, rank=rank, offset=offset))
-                offset = align_up(offset + item.numel, stock.alignment)
+            placements += side_by_side(one.items, rank=rank, start=one.offset, alignment=stock.alignment)
     return PackedBucket(placements=tuple(placements), shard_numel=bucket.shard_numel)
+
+
+def side_by_side(items: Iterable[Item], *, rank: int, start: int, alignment: int) -> Iterator[Placement]:
+    """Whole params one after the other in a shard, the largest first and equal shapes next to each other."""
+    offset = start
+    for item in sorted(items, key=lambda item: (-item.numel, item.shape, item.index)):
+        yield Placement(index=item.index, rank=rank, offset=offset)
+        offset = align_up(offset + item.numel, alignment)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from freehold.plan.policies._greedy import absorb_runs, threshold_runs
+from freehold.plan.policies._packed.deal import side_by_side
 from freehold.plan.policies.absorb import absorb_policy
 from freehold.plan.policies.ns_cost import ns_cost_policy
 from freehold.plan.policies.threshold import threshold_policy
-from freehold.plan.problem import Item, PackedBucket, Placement, Problem, align_up
+from freehold.plan.problem import Item, PackedBucket, Problem, align_up
 
 __all__ = ["baselines", "by_shape", "shared_height"]
 
@@ -49,15 +50,17 @@ def by_shape(problem: Problem, buckets: Sequence[PackedBucket]) -> tuple[PackedB
 
 
 def _shard_by_shape(problem: Problem, bucket: PackedBucket) -> PackedBucket:
-    items = [(placement.rank, problem.items[placement.index]) for placement in bucket.placements]
-    if any(item.granule_numel < item.numel for _, item in items):
-        return bucket
-    placements: list[Placement] = []
-    free: dict[int, int] = {}
-    for rank, item in sorted(items, key=lambda pair: (pair[0], -pair[1].numel, pair[1].shape, pair[1].index)):
-        offset = free.get(rank, 0)
-        placements.append(Placement(index=item.index, rank=rank, offset=offset))
-        free[rank] = align_up(offset + item.numel, problem.alignment)
+    shards: dict[int, list[Item]] = {}
+    for placement in bucket.placements:
+        item = problem.items[placement.index]
+        if item.granule_numel < item.numel:
+            return bucket
+        shards.setdefault(placement.rank, []).append(item)
+    placements = [
+        placement
+        for rank, items in sorted(shards.items())
+        for placement in side_by_side(items, rank=rank, start=0, alignment=problem.alignment)
+    ]
     return PackedBucket(placements=tuple(placements), shard_numel=bucket.shard_numel)
 
 
